@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
 from diloco.observe.event_log import read_lines
 from diloco.observe.events import from_json, to_json
+from diloco.transport.loop_probe import LIMIT_S, VARIABLE
 
 # Several peers share a machine's cores in many tests; one thread each keeps them from fighting. Read when torch loads,
 # and inherited by the processes that tests start.
@@ -38,6 +41,33 @@ def warm_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.warm import popen  # it imports torch
 
     monkeypatch.setattr(subprocess, "Popen", popen)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _loop_probe(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, int]:
+    """Probe the event loops of all peers that tests start, in this process and in others. Lines looked at, by file."""
+    os.environ[VARIABLE] = str(tmp_path_factory.getbasetemp() / "loops")
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _loops_are_never_busy_for_long(_loop_probe: dict[Path, int]) -> Iterator[None]:
+    """No callback of a peer's event loop takes more CPU time than the limit, also while it catches up.
+
+    What garbage collection takes there counts in `diloco peer` and `diloco witness`, and not in somebody's own program.
+    """
+    yield
+    long: list[str] = []
+    for path in Path(os.environ[VARIABLE]).glob("*.jsonl"):
+        lines = path.read_text().splitlines()
+        new, _loop_probe[path] = lines[_loop_probe.get(path, 0) :], len(lines)
+        long += [line for line in new if _busy_s(json.loads(line)) > LIMIT_S]
+    assert not long, f"an event loop was busy for more than {1e3 * LIMIT_S:g} ms of CPU:\n" + "\n".join(long)
+
+
+def _busy_s(line: dict[str, Any]) -> float:
+    ours = line["process"].startswith(("diloco peer", "diloco witness"))
+    return float(line["cpu_s"] + (line["gc_s"] if ours else 0.0))
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,7 @@ from diloco.simulate.memory_link import MemoryNetwork
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.dht import AnnouncedPeer, Presence
 from diloco.transport.endpoint import Runtime
+from diloco.transport.loop_probe import probe_from_environment
 from tests.fronts import drive
 from tests.local import NoDirectory
 from tests.peers import DEADLINE_S, until
@@ -170,7 +171,7 @@ class World:
         self.contract = contract(**sections)
         self.network = MemoryNetwork()
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
         self.peers: list[Gossiper] = []
         for index in range(count):
@@ -178,6 +179,10 @@ class World:
         until(lambda: self.all_know(count - 1), "all know each other", 20.0)
         for peer in self.peers:
             drive(peer.peer.enter())
+
+    def _live(self) -> None:
+        probe_from_environment()
+        self.loop.run_forever()
 
     def ask(self, question: Callable[[], Any]) -> Any:
         async def answer() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from diloco.protocol.streams import Welcome
 from diloco.run.door import OwnLoop
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.transport.dht import AnnouncedPeer, Presence
+from diloco.transport.loop_probe import probe_from_environment
 from tests.fronts import drive
 from tests.peers import DEADLINE_S, until
 
@@ -205,7 +207,7 @@ class LocalWorld:
         self.directory, self.site, self.dtype = directory, site, dtype
         self.contract = contract(count, **sections)
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
         self.network = MemoryNetwork()
         self.pool = ThreadPoolExecutor(8)
@@ -213,6 +215,10 @@ class LocalWorld:
         for index in range(count):
             self.add(f"p{index}")
         list(self.pool.map(LocalPeer.enter, self.peers))
+
+    def _live(self) -> None:
+        probe_from_environment()
+        self.loop.run_forever()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(DEADLINE_S)
@@ -233,6 +239,18 @@ class LocalWorld:
     def rounds(self, peers: list[LocalPeer], count: int = 1) -> list[list[tuple[Closed, ...] | Skip]]:
         """Every peer does `count` rounds on a thread of its own."""
         return list(self.pool.map(lambda peer: [peer.round() for _ in range(count)], peers))
+
+    def let_in(self, joiner: LocalPeer, members: list[LocalPeer]) -> None:
+        """The joiner enters with a version that its members make: they have reached it by then."""
+        services = [ExchangeService(member.peer.exchange) for member in members]
+
+        def reached(service: ExchangeService) -> bool:
+            peers = json.loads(self.ask(service.on_status))["peers"]
+            return any(entry["peer"] == joiner.name and entry["reached"] for entry in peers)
+
+        until(lambda: all(map(reached, services)), f"all reach {joiner.name}")
+        self.rounds(members, 2)
+        self.pool.submit(joiner.enter).result(DEADLINE_S)
 
     def settle(self, peers: list[LocalPeer]) -> set[str]:
         """Digests, once all have applied the latest version."""

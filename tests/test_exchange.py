@@ -105,9 +105,7 @@ def test_outer_steps_in_place_have_the_same_bits(world: LocalWorld) -> None:
     ahead.rounds(ahead.peers, 3)
     assert world.peers[0].states == ahead.peers[0].states
     ahead.close()
-    joiner = world.add("p3")
-    world.rounds(world.peers[:3], 2)
-    joiner.enter()
+    world.let_in(world.add("p3"), world.peers[:3])
     world.rounds(world.peers, 2)
     assert world.peers[0].commits[-1].counted[-1].peer == "p3"
     agree(world.peers)

@@ -22,7 +22,7 @@ from diloco.outer.state import OuterState
 from diloco.storage.checkpoint import load
 from tests.local import LocalWorld
 from tests.paper import PaperRun
-from tests.peers import DEADLINE_S, PeerProcess, ending, run_cli, tiny_contract
+from tests.peers import PeerProcess, ending, run_cli, tiny_contract
 from tests.test_audit import rewrite
 
 HERE = Path()
@@ -239,8 +239,7 @@ def test_real_peers_that_join_and_fall_behind_and_die(tmp_path: Path) -> None:
         broken = victim.peer.line.state.fragments[0]
         victim.peer.line.state = OuterState(3, (replace(broken, anchor=broken.anchor * 2),))
         victim.peer.exchange.hold(victim.peer.line.state, victim.peer.line.commit)
-        world.rounds(world.peers[:3], 2)  # p2's state is copied anew
-        world.pool.submit(late.enter).result(DEADLINE_S)
+        world.let_in(late, world.peers[:3])  # p2's state is copied anew
         world.rounds(world.peers, 2)
         world.peers[3].peer.close()  # no goodbye
         world.rounds(world.peers[:3], 2)

@@ -57,13 +57,13 @@ class ExchangeTasks:
         return future
 
     def _call(self, function: Callable[..., object], *arguments: Any) -> None:
-        def guarded() -> None:
-            try:
-                function(*arguments)
-            except BaseException as error:  # the loop would only log it, and the training side wait
-                self.failed(error)
+        self._loop.call_soon_threadsafe(self._guarded, function, *arguments)
 
-        self._loop.call_soon_threadsafe(guarded)
+    def _guarded(self, function: Callable[..., object], *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:  # the loop would only log it, and the training side wait
+            self.failed(error)
 
     def raise_failure(self) -> None:
         """Raises the error that ended this exchange or lane, if one did."""

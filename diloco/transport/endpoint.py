@@ -28,6 +28,7 @@ from diloco.transport.dht import AnnouncedPeer, Directory, Presence
 from diloco.transport.grpc_link import GrpcLink
 from diloco.transport.grpc_server import Server, serve
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
+from diloco.transport.loop_probe import probe_from_environment
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,6 +63,7 @@ class Runtime:
         self.link = GrpcLink(rpc_s, self._keys, send_bps, streams)
 
     def _live(self) -> None:
+        probe_from_environment()
         with self._runner:  # which cancels what still runs in the end, and closes the loop
             self.loop.run_forever()
 
