@@ -198,4 +198,4 @@ SITUATIONS: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _waits: 1,
     _meddles: 1,
 }
-"""How often each is drawn."""
+"""Stories of a plan, and how often each is drawn beside the others."""
