@@ -189,7 +189,8 @@ def _damaged(network: SimulatedNetwork, source: str, answer: T) -> T:
     if source not in network.damaging or network.dice.random() >= DAMAGED_ANSWERS_SHARE:
         return answer
     network.world.count("damaged answers")
-    return _flipped_in(answer)
+    found: T = _flipped_in(answer)
+    return found
 
 
 def _flipped_in(answer: Any) -> Any:
