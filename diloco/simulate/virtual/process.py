@@ -316,10 +316,13 @@ class SimulatedProcess:
         def handled(event: m.Event, now: float) -> list[m.Effect]:
             effects = handle(event, now)
             self._seen(effects)
+            invariants.conduct.on_event(self, event)
+            if isinstance(event, m.MeanArrived):
+                self.world.mean_arrived(self, event)
             return effects
 
         def received(envelope: m.Envelope, now: float) -> tuple[m.Reply, list[m.Effect]]:
-            heeded = gate.heeds(self, envelope)
+            heeded, before = gate.heeds(self, envelope), invariants.conduct.before(self)
             reply, effects = receive(envelope, now)
             self.world.log_reply(envelope, self, reply)
             gate.on_message(self, envelope, reply, heeded)
@@ -327,6 +330,7 @@ class SimulatedProcess:
                 self.world.promise.evicted.add((envelope.body.peer, envelope.body.incarnation))
             self.world.promise.on_message(self, envelope, reply)
             self._seen(effects)
+            invariants.conduct.on_message(self, envelope, reply, effects, before)
             return reply, effects
 
         def performed(effects: Sequence[m.Effect]) -> None:
@@ -360,6 +364,7 @@ class SimulatedProcess:
                 case m.Resync(source, discarded_tokens):
                     invariants.on_resync(self, source, discarded_tokens)
         invariants.on_machine(self)
+        invariants.conduct.on_effects(self, effects)
 
     def _burn(self, effect: m.Effect, when: str) -> None:
         """Let a fault strike that waited for this effect: before it, or once it is on its way."""

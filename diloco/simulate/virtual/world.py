@@ -26,7 +26,7 @@ from diloco.protocol.roster import FORGET_S
 from diloco.run.run import Run
 from diloco.simulate.virtual import transcript
 from diloco.simulate.virtual.disk import DiskOfTheMoment, SimulatedDisk
-from diloco.simulate.virtual.faults import strike
+from diloco.simulate.virtual.faults import halve, strike
 from diloco.simulate.virtual.network import SimulatedNetwork
 from diloco.simulate.virtual.operator import SimulatedOperator
 from diloco.simulate.virtual.oracle.afterwards import SimulatedAftermath
@@ -103,6 +103,8 @@ class SimulatedWorld:
         if plan.total_tokens:  # all of them, by a few peers
             rounds = plan.total_tokens / STEPS / max(1, plan.peers // 2)
             self.heal_s += rounds * (plan.longest_round_s + EXCHANGE_S)
+        self.halving: dict[str, str] = {}
+        """Owners about to die of the fault "half", and how."""
         self.finished: dict[str, str] = {}
         """Digest of the last state, by lineage, of those that ended with `done`."""
         self.clockless: dict[str, int] = {}
@@ -217,6 +219,11 @@ class SimulatedWorld:
     def happens(self, fault: Fault) -> bool:
         """Whether a fault has a meaning in this simulation."""
         return True
+
+    def mean_arrived(self, host: SimulatedProcess, event: m.MeanArrived) -> None:
+        """A part of a mean has reached a simulated peer."""
+        if self.halving:
+            halve(self, host, event)
 
     def versions(self) -> int:
         """Versions of the simulation's run that closed."""

@@ -26,6 +26,7 @@ from diloco.outer.average import MIN_RMS, mean_digest, mean_into
 from diloco.outer.line import Line, PendingContribution
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.oracle.ballots import SimulatedBallots
+from diloco.simulate.virtual.oracle.conduct import SimulatedConduct
 from diloco.simulate.virtual.oracle.gate import SimulatedAdmissions, Violation
 from diloco.simulate.virtual.plans.lies import other_mean
 from diloco.simulate.virtual.plans.setup import PATIENCE_S, SimulationSetup
@@ -85,6 +86,7 @@ class SimulationInvariants:
         """By life."""
         self.ballots = SimulatedBallots(world)
         self.gate = SimulatedAdmissions(world)
+        self.conduct = SimulatedConduct(world)
         self._chain = ChainRecord()
         """Every version that anybody applied, and the state after it."""
 
@@ -132,6 +134,7 @@ class SimulationInvariants:
             raise Violation("I2", f"version {commit.version} says {commit.tokens} tokens, its entries sum to {tokens}")
         if commit.fragment < 0 and before is not None:
             self._check_founding(host, commit, before)
+        self.conduct.on_commit(host, commit, before)
         self.commits[digest] = commit
         self._committed[digest] = self._masks_after(commit)
 

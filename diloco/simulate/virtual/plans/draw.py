@@ -15,6 +15,7 @@ from diloco.simulate.virtual.plans.plan import (
     CHECKPOINT_S,
     EXCHANGE_S,
     FLIPPED,
+    FORMER,
     IN_CHECKPOINT,
     NO_CLOCK,
     OMITS,
@@ -53,6 +54,8 @@ SLOW_GOSSIP_SHARE = 0.3
 """Share of the plans under gossip with peers of different speeds."""
 END_SHARE, CUT_SHARE = 0.1, 0.15
 """Share of the plans in which the run ends, and of those in which stragglers are cut."""
+DIRECTED_SHARE = 0.3
+"""Share of the plans with one situation that chance seldom makes, and nothing else."""
 DUEL_SHARE, DUEL_S = 0.15, 16.0
 """Share of the plans with two coordinators that one member each hears, and time for both."""
 RADIAL_SHARE = 0.3
@@ -103,6 +106,7 @@ def draw(
     plan = _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
     plan = _sized(Random(f"size {seed}"), plan, SIZES[size])
     plan = _duelling(Random(f"duel {seed}"), plan)
+    plan = _directed(Random(f"directed {seed}"), plan)
     return _gossiping(Random(f"gossip {seed}"), plan) if plan.policy == "gossip" else plan
 
 
@@ -167,6 +171,93 @@ def _duelling(dice: Random, plan: FaultPlan) -> FaultPlan:
         return plan
     fault = Fault(round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2), "duel", "", DUEL_S)
     return replace(plan, faults=tuple(sorted((*plan.faults, fault), key=lambda one: one.at_s)))
+
+
+def _directed(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A seed's plan with one situation of `DIRECTED` in place of its faults, which would mostly prevent it."""
+    if dice.random() >= DIRECTED_SHARE or plan.total_tokens or plan.policy == "gossip":
+        return plan
+    situations = APART if plan.without_majority == "continue" else DIRECTED
+    situation = dice.choices(list(situations), list(situations.values()))[0]
+    plan = situation(dice, replace(plan, loss=0.0, witnesses=0, calm_s=min(plan.calm_s, 3.0)))
+    return replace(plan, faults=tuple(sorted(plan.faults, key=lambda fault: fault.at_s)))
+
+
+def _two_proposals(dice: Random, plan: FaultPlan) -> FaultPlan:
+    fault = Fault(round(dice.uniform(1.0, 3.0), 2), "duel", "", DUEL_S)
+    return replace(plan, peers=dice.choice((3, 3, 4, 5)), faults=(fault,))
+
+
+def _muffled(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """Members hear of attempts in different order; and a coordinator dies meanwhile, so that there are some."""
+    at_s = dice.uniform(1.0, 3.0)
+    dies = Fault(round(at_s + 0.5, 2), "kill", dice.choice(("p0", "p1", "p2")), how=f"after {dice.choice(VOTING)}")
+    peers = dice.choice((3, 4, 4, 5))
+    return replace(plan, peers=peers, faults=(Fault(round(at_s, 2), "muffle", "", 12.0), dies))
+
+
+def _leaves_in_the_vote(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """Two leave in the middle of a vote, or when they know of a commit before others do."""
+    plan = replace(plan, peers=max(plan.peers, 3), delay_s=max(plan.delay_s, 0.05))
+    first, second = dice.sample(range(plan.peers), 2)
+    at_s = dice.uniform(1.0, 4.0)
+    faults = [
+        Fault(round(at_s + later_s, 2), "leave", f"p{index}", how=f"after {dice.choice((*VOTING, 'Close'))}")
+        for index, later_s in ((first, 0.0), (second, dice.uniform(0.0, 3.0)))
+    ]
+    back = Fault(round(at_s + 6.0, 2), "restart", f"p{first}", 0.0, "disk")
+    return replace(plan, faults=(*faults, back))
+
+
+def _evicted_and_back(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A dead peer is evicted, comes back, and the word of its death comes once more."""
+    peer, at_s = f"p{dice.randrange(plan.peers)}", dice.uniform(1.0, 4.0)
+    faults = [
+        Fault(round(at_s, 2), "kill", peer, how=f"after {dice.choice(VOTING)}"),
+        Fault(round(at_s + dice.uniform(2.5, 4.0), 2), "evict", peer),
+        Fault(round(at_s + 4.5, 2), "restart", peer, 0.0, dice.choice(("disk", "blank"))),
+        Fault(round(at_s + dice.uniform(6.0, 9.0), 2), "evict", peer, 0.0, FORMER),
+    ]
+    return replace(plan, faults=tuple(faults))
+
+
+def _mean_lost(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A coordinator and a witness decide, and the coordinator dies before the other trainer has the mean."""
+    away, at_s = dice.choice(("p0", "p1")), dice.uniform(1.0, 4.0)
+    other = "p1" if away == "p0" else "p0"
+    faults = [
+        Fault(round(at_s, 2), "cut", away, 6.0, "both"),
+        Fault(round(at_s + 2.5, 2), "kill", other, how=f"after {dice.choice(('Propose', 'Committed'))}"),
+    ]
+    return replace(plan, peers=2, witnesses=1, faults=tuple(faults))
+
+
+def _half_sent(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """An owner of parts dies when its mean has reached one peer, and not the coordinator."""
+    plan = replace(plan, peers=max(plan.peers, 3), delay_s=0.3, round_s=1.2, bandwidth="")
+    at_s = dice.uniform(0.5, 3.0)
+    faults = [
+        Fault(round(at_s + 3.0 * index, 2), "half", f"p{index}", 3.0, dice.choice(("", "whole"))) for index in range(3)
+    ]
+    return replace(plan, faults=tuple(faults[: plan.peers - 1]))
+
+
+def _no_link(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """Two living peers cannot reach each other in a reduction, of which a part counts one and not the other."""
+    plan = replace(plan, peers=max(plan.peers, 3), feedback=dice.choice((0.95, 0.95, -1.0)))
+    first, second = dice.sample(range(plan.peers), 2)
+    fault = Fault(round(dice.uniform(1.0, 4.0), 2), "link", f"p{first}+p{second}", 5.0, "both")
+    return replace(plan, faults=(fault,))
+
+
+def _goes_apart(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """Some are cut off for so long that a lineage of their own begins, and meet the others again."""
+    group = "+".join(f"p{index}" for index in sorted(dice.sample(range(plan.peers), max(1, plan.peers // 2))))
+    at_s, for_s = dice.uniform(1.0, 4.0), dice.choice((5.0, 6.0, 8.0))
+    faults = [Fault(round(at_s, 2), "cut", group, for_s, "both")]
+    if dice.random() < 0.4:
+        faults += [Fault(round(at_s - dice.uniform(0.0, 0.8), 2), "join", "j9")]
+    return replace(plan, faults=tuple(faults))
 
 
 def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> FaultPlan:
@@ -245,6 +336,20 @@ def _draw_faults(dice: Random, plan: FaultPlan) -> Iterator[Fault]:
         yield from OFTEN[kind][1](dice, Fault(at_s, kind, dice.choice(names)), names, number)
 
 
+VOTING = ("Ready", "Gather", "Propose", "Accept", "Committed")
+"""Moments of a vote."""
+DIRECTED: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
+    _two_proposals: 4,
+    _muffled: 4,
+    _leaves_in_the_vote: 3,
+    _evicted_and_back: 3,
+    _mean_lost: 2,
+    _half_sent: 3,
+    _no_link: 2,
+}
+"""Situations under `wait`, and how often each is drawn."""
+APART: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {_goes_apart: 1}
+"""Situations under `continue`."""
 Draw = Callable[[Random, Fault, Sequence[str], int], Iterator[Fault]]
 
 
