@@ -109,8 +109,8 @@ class SimulatedDuel:
         if isinstance(body, m.Propose):
             chosen = self._choice(envelope, body, target)
             passes = chosen in (target, "")
-        elif isinstance(body, m.Ready) and len(self._chosen) > 1:
-            passes = self._both_promise(envelope, body)
+        elif isinstance(body, m.Ready | m.Gather) and len(self._chosen) > 1:
+            passes = self._both_promise(envelope, body, target)
         else:
             chosen = self._chosen.get((envelope.view, body.attempt), "") if isinstance(body, m.Accept) else ""
             passes = chosen != caller
@@ -119,11 +119,14 @@ class SimulatedDuel:
         else:
             self._held.append((call, envelope))
 
-    def _both_promise(self, envelope: m.Envelope, ready: m.Ready) -> bool:
-        """Whether a promise may pass: of an attempt after both, those of the two come first."""
-        name, asked = envelope.sender.peer, (envelope.view, ready.attempt)
+    def _both_promise(self, envelope: m.Envelope, body: m.Ready | m.Gather, target: str) -> bool:
+        """Whether a promise may pass: of an attempt after both, those of the two come first, and nobody else is asked
+        for one."""
+        name, asked = envelope.sender.peer, (envelope.view, body.attempt)
         if asked in self._chosen or envelope.view != next(iter(self._chosen))[0]:
             return True
+        if isinstance(body, m.Gather):
+            return target in self._chosen.values()
         if name in self._chosen.values():
             self._promised.add(name)
             return True

@@ -54,7 +54,7 @@ SLOW_GOSSIP_SHARE = 0.3
 """Share of the plans under gossip with peers of different speeds."""
 END_SHARE, CUT_SHARE = 0.1, 0.15
 """Share of the plans in which the run ends, and of those in which stragglers are cut."""
-DIRECTED_SHARE = 0.3
+DIRECTED_SHARE = 0.4
 """Share of the plans with one situation that chance seldom makes, and nothing else."""
 DUEL_SHARE, DUEL_S = 0.15, 16.0
 """Share of the plans with two coordinators that one member each hears, and time for both."""
@@ -197,16 +197,17 @@ def _muffled(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 
 def _leaves_in_the_vote(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """Two leave in the middle of a vote, or when they know of a commit before others do."""
-    plan = replace(plan, peers=max(plan.peers, 3), delay_s=max(plan.delay_s, 0.05))
-    first, second = dice.sample(range(plan.peers), 2)
-    at_s = dice.uniform(1.0, 4.0)
-    faults = [
-        Fault(round(at_s + later_s, 2), "leave", f"p{index}", how=f"after {dice.choice((*VOTING, 'Close'))}")
-        for index, later_s in ((first, 0.0), (second, dice.uniform(0.0, 3.0)))
-    ]
-    back = Fault(round(at_s + 6.0, 2), "restart", f"p{first}", 0.0, "disk")
-    return replace(plan, faults=(*faults, back))
+    """Some leave when they have voted, or know of a commit before others do: their heir hears of all that late."""
+    plan = replace(plan, peers=max(plan.peers, 3), delay_s=0.05, round_s=max(plan.round_s, 0.6))
+    at_s, first = dice.uniform(2.0, 4.0), dice.randrange(1, plan.peers)
+    second = dice.choice([index for index in range(1, plan.peers) if index != first])
+    faults = (
+        Fault(round(at_s, 2), "slow", "p0", 8.0),
+        Fault(round(at_s + 0.5, 2), "leave", f"p{first}", how="after Accept"),
+        Fault(round(at_s + 3.0, 2), "leave", f"p{second}", how=dice.choice(("after Accept", "after Close"))),
+        Fault(round(at_s + 6.0, 2), "restart", f"p{first}", 0.0, "disk"),
+    )
+    return replace(plan, faults=faults)
 
 
 def _evicted_and_back(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -222,12 +223,12 @@ def _evicted_and_back(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 
 def _mean_lost(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """A coordinator and a witness decide, and the coordinator dies before the other trainer has the mean."""
-    away, at_s = dice.choice(("p0", "p1")), dice.uniform(1.0, 4.0)
+    """A witness accepts what only its coordinator has, which dies before it tells anybody that this decides."""
+    away, at_s = dice.choice(("p0", "p1")), dice.uniform(5.0, 7.0)
     other = "p1" if away == "p0" else "p0"
     faults = [
-        Fault(round(at_s, 2), "cut", away, 6.0, "both"),
-        Fault(round(at_s + 2.5, 2), "kill", other, how=f"after {dice.choice(('Propose', 'Committed'))}"),
+        Fault(round(at_s, 2), "cut", away, 7.0, "both"),
+        Fault(round(at_s + 0.5, 2), "kill", other, how="before Committed"),
     ]
     return replace(plan, peers=2, witnesses=1, faults=tuple(faults))
 
