@@ -89,6 +89,8 @@ class SimulatedConduct:
         """Peer, incarnation and a lineage that it followed."""
         self._over: dict[str, frozenset[tuple[str, int]]] = {}
         """By commit: lives that it, or one before it, left out of the view."""
+        self._members: set[tuple[str, int]] = set()
+        """Lives that stood in a view: others may have joined and never have heard of it."""
         self._founded: set[str] = set()
         self._goes_on: dict[tuple[frozenset[str], int], str] = {}
         """By two lineages with as many tokens: the one that goes on."""
@@ -146,7 +148,7 @@ class SimulatedConduct:
             case m.Goodbye():
                 life.gone = True
                 self._left.add((host.name, envelope.sender.incarnation))
-            case m.Begin() if body.attempt == 0:
+            case m.Begin() if body.attempt == 0 and life.made_of[0] is not body:
                 self._check_group(host, body)
             case m.Propose():
                 self._check_newcomers(host, life, body.commit)
@@ -305,7 +307,7 @@ class SimulatedConduct:
         old = {(member.peer, member.incarnation) for member in before.view}
         new = {(member.peer, member.incarnation) for member in commit.view}
         over = self._over.get(before.digest, frozenset())
-        if again := over & new:
+        if again := over & new & self._members:
             raise Violation("I1", f"version {commit.version} has {sorted(again)} in its view, a life that was over")
         self._over[commit.digest] = over | (old - new)
         for peer, incarnation in new - old:
@@ -347,6 +349,8 @@ class SimulatedConduct:
             if life.exposed == commit.version + 1 and not host.machine._contributor._exposed:
                 raise Violation("I2", f"{host.name} forgets at a founding what others may count")
         life.stands, life.stood_s = commit.digest, host.now
+        if host.machine.me in commit.view:
+            self._members.add((host.name, host.machine.me.incarnation))
 
     def _founds(self, host: SimulatedProcess, life: Conduct, commit: Commit) -> None:
         """A run begins with enough peers. A lineage apart is founded by the first that lives, after its patience."""
@@ -374,6 +378,8 @@ class SimulatedConduct:
         if digest != life.stands:
             life.stands, life.stood_s = digest, host.now
             life.exposed = -1
+            if machine.in_view:
+                self._members.add((host.name, machine.me.incarnation))
         elif commit is not None and life.exposed <= commit.version:
             life.exposed = -1
         self._followed.add((host.name, machine.me.incarnation, machine.lineage))

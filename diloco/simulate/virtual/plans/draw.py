@@ -254,7 +254,7 @@ def _no_link(dice: Random, plan: FaultPlan) -> FaultPlan:
 def _goes_apart(dice: Random, plan: FaultPlan) -> FaultPlan:
     """Some are cut off for so long that a lineage of their own begins, and meet the others again."""
     group = "+".join(f"p{index}" for index in sorted(dice.sample(range(plan.peers), max(1, plan.peers // 2))))
-    at_s, for_s = dice.uniform(1.0, 4.0), dice.choice((5.0, 6.0, 8.0))
+    at_s, for_s = dice.uniform(2.0, 4.0), dice.choice((4.2, 4.7, 5.2, 6.0, 8.0))
     faults = [Fault(round(at_s, 2), "cut", group, for_s, "both")]
     if dice.random() < 0.4:
         faults += [Fault(round(at_s - dice.uniform(0.0, 0.8), 2), "join", "j9")]
