@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.disk import SYNCS, SimulatedDisk
-from diloco.simulate.virtual.plans.plan import CHECKPOINT_S, FLIPPED, FORMER, FUSE_S, IN_CHECKPOINT, NO_CLOCK, Fault
+from diloco.simulate.virtual.plans.plan import CHECKPOINT_S, FLIPPED, FORMER, FUSE_S, IN_CHECKPOINT, NO_CLOCK, OFFERS, Fault
 from diloco.simulate.virtual.process import SimulatedProcess
 from diloco.simulate.virtual.wires import SimulatedCut
 
@@ -174,8 +174,10 @@ class SimulatedMuffle:
     They are the same ones each time that they are said, so that to say them again does not help.
     """
 
-    def __init__(self, world: SimulatedWorld) -> None:
+    def __init__(self, world: SimulatedWorld, fault: Fault) -> None:
         self.world, self._send = world, world.network.send
+        self._early = fault.peer if fault.how == OFFERS else ""
+        """A peer of whose promises only the first arrives; nothing else is held back then."""
         self._fate: dict[tuple[type, str, int, str, str], bool] = {}
         """By kind, view, attempt, sender and receiver: whether it passes."""
         self._held: list[tuple[SimulatedCall, m.Envelope]] = []
@@ -185,10 +187,15 @@ class SimulatedMuffle:
     def send(self, call: SimulatedCall, envelope: m.Envelope) -> None:
         """Let a message pass, or hold it back."""
         body, caller, target = envelope.body, call.caller.name, call.address.partition(":")[0]
-        share = MUFFLED.get(type(body), 0.0)
-        if share and isinstance(body, m.OfAttempt):
+        if isinstance(body, m.OfAttempt):
             about = type(body), envelope.view, body.attempt, caller, target
-            if self._fate.setdefault(about, self.world.dice.random() < share):
+            if self._early and isinstance(body, m.Ready) and caller == self._early:
+                held = about in self._fate
+                self._fate[about] = held
+            else:
+                share = 0.0 if self._early else MUFFLED.get(type(body), 0.0)
+                held = self._fate.setdefault(about, self.world.dice.random() < share)
+            if held:
                 self._held.append((call, envelope))
                 return
         self._send(call, envelope)
@@ -231,7 +238,7 @@ def release(world: SimulatedWorld, held: Held, send: Callable[[SimulatedCall, m.
 
 def _muffle(world: SimulatedWorld, fault: Fault) -> bool:
     world.log("", "some messages are HELD BACK until their receivers have gone on")
-    world.after(fault.for_s, SimulatedMuffle(world).end)
+    world.after(fault.for_s, SimulatedMuffle(world, fault).end)
     return True
 
 

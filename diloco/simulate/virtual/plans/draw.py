@@ -18,6 +18,7 @@ from diloco.simulate.virtual.plans.plan import (
     FORMER,
     IN_CHECKPOINT,
     NO_CLOCK,
+    OFFERS,
     OMITS,
     Fault,
     FaultPlan,
@@ -248,7 +249,39 @@ def _no_link(dice: Random, plan: FaultPlan) -> FaultPlan:
     plan = replace(plan, peers=max(plan.peers, 3), feedback=dice.choice((0.95, 0.95, -1.0)))
     first, second = dice.sample(range(plan.peers), 2)
     fault = Fault(round(dice.uniform(1.0, 4.0), 2), "link", f"p{first}+p{second}", 5.0, "both")
-    return replace(plan, faults=(fault,))
+    deaf = Fault(round(fault.over_s + 1.0, 2), "cut", f"p{first}", 4.0, "in")
+    return replace(plan, faults=(fault, deaf))
+
+
+def _two_lives(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A peer is cut off and started elsewhere; the life before speaks again, and its messages come late."""
+    plan = replace(plan, peers=max(plan.peers, 3), fixed_addresses=False)
+    peer, at_s = f"p{dice.randrange(plan.peers)}", dice.uniform(1.0, 3.0)
+    faults = (
+        Fault(round(at_s, 2), "cut", peer, 4.0, "both"),
+        Fault(round(at_s + dice.uniform(2.2, 3.0), 2), "twin", peer, 0.0, dice.choice(("disk", "blank"))),
+        Fault(round(at_s + 4.5, 2), "late", peer, 4.0, "3"),
+        Fault(round(at_s + 5.0, 2), "stop", peer, 4.0),
+    )
+    return replace(plan, faults=faults)
+
+
+def _malformed(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A peer sends what no honest peer sends, as often as is allowed, and the network damages bytes of another."""
+    plan = replace(plan, peers=max(plan.peers, 3), radial=False)
+    damaged, liar = dice.sample(range(plan.peers), 2)
+    at_s = dice.uniform(1.0, 2.0)
+    faults = (
+        Fault(round(at_s, 2), "corrupt", f"p{damaged}", 3.0),
+        Fault(round(at_s + 4.0, 2), "lie", f"p{liar}", 6.0, dice.choice(("short", "long", "infinite"))),
+    )
+    return replace(plan, faults=faults)
+
+
+def _withdrawn(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A fast peer gives rounds up before the others are ready, and the coordinator does not hear of it."""
+    plan = replace(plan, peers=4, policy="sync", speeds="1+0.12+0.12+0.12", round_s=1.0, overlap=0.0, merge="carry")
+    return replace(plan, sized_by="contract", bandwidth="", faults=(Fault(1.0, "muffle", "p0", 20.0, OFFERS),))
 
 
 def _goes_apart(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -347,6 +380,9 @@ DIRECTED: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _mean_lost: 2,
     _half_sent: 3,
     _no_link: 2,
+    _two_lives: 2,
+    _malformed: 2,
+    _withdrawn: 1,
 }
 """Situations under `wait`, and how often each is drawn."""
 APART: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {_goes_apart: 1}

@@ -27,6 +27,8 @@ IN_CHECKPOINT, CHECKPOINT_S = "in checkpoint", 5.0
 """A death between two syncs of a checkpoint; where there is none within this time, it comes then."""
 FLIPPED = "flipped"
 """Start of a process whose newest checkpoint has a flipped bit."""
+OFFERS = "offers"
+"""A muffle: of the promises of a peer for an attempt only the first arrives."""
 FORMER = "former"
 """An eviction that comes so late that the next life of its peer is there."""
 EXCHANGE_S = 0.4
@@ -50,7 +52,7 @@ KINDS: Mapping[str, str] = {
     "cut": "nothing passes between a group and the rest; how: both, in or out, and `reset`: senders are told",
     "link": "the same between two",
     "duel": "of two attempts each is heard by one member only, and the first one hears of nothing else meanwhile",
-    "muffle": "some messages about an attempt do not reach some members until these have gone on to a later one",
+    "muffle": "some messages about an attempt do not reach some members until these have gone on to a later one; how: offers",
     "half": "an owner dies when its mean has reached one, and not the coordinator; how: whole (one has all of the mean)",
     "tunnel": "connections to one that lives are refused and those that there are break; how: both, in or out",
     "slow": "its messages take 20 times as long",
