@@ -364,6 +364,7 @@ class SimulatedProcess:
                 case m.Resync(source, discarded_tokens):
                     invariants.on_resync(self, source, discarded_tokens)
         invariants.on_machine(self)
+        invariants.reductions.on_effects(self, effects)
         invariants.conduct.on_effects(self, effects)
 
     def _burn(self, effect: m.Effect, when: str) -> None:
@@ -421,10 +422,13 @@ class SimulatedProcess:
 
         def on_exchanged() -> Life[Sequence[Closed] | Skip]:
             self.waiting_since_s = self.world.now
+            progress.begins_round()
             try:
-                return (yield from exchanged())
+                outcome = yield from exchanged()
             finally:
                 self.waited_s, self.waiting_since_s = self.waited(self.world.now), None
+            progress.given(outcome)
+            return outcome
 
         journal.opened, journal.committed = on_opened, on_committed  # type: ignore[method-assign]
         journal.adopted, journal.discarded = on_adopted, on_discarded  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from diloco.protocol.roster import FORGET_S
 from diloco.run.run import Run
 from diloco.simulate.virtual import transcript
 from diloco.simulate.virtual.disk import DiskOfTheMoment, SimulatedDisk
-from diloco.simulate.virtual.faults import halve, strike
+from diloco.simulate.virtual.faults import strike
 from diloco.simulate.virtual.network import SimulatedNetwork
 from diloco.simulate.virtual.operator import SimulatedOperator
 from diloco.simulate.virtual.oracle.afterwards import SimulatedAftermath
@@ -37,6 +37,7 @@ from diloco.simulate.virtual.oracle.promise import SimulatedPromise
 from diloco.simulate.virtual.plans.plan import EXCHANGE_S, NO_CLOCK, Fault, FaultPlan
 from diloco.simulate.virtual.plans.setup import STEPS, SimulationSetup, most_contributions
 from diloco.simulate.virtual.process import SimulatedProcess
+from diloco.simulate.virtual.schedules import halve
 from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0

@@ -62,12 +62,6 @@ class Conduct:
     """Versions that a peer was behind it by its last heartbeat."""
     goodbyes: list[tuple[Member, m.Goodbye, str]] = field(default_factory=list)
     """Those that it heard and that may concern a view to come; with the lineage."""
-    spans: dict[int, str] = field(default_factory=dict)
-    """Owners of the parts of its reduction."""
-    folded: set[int] = field(default_factory=set)
-    """Parts that it has averaged in it."""
-    exposed: int = -1
-    """The version that may count bytes which it sent."""
     alone_since_s: float | None = None
     proposal: tuple[int, str, float] = (-1, "", 0.0)
     """Attempt and digest of what it proposes, and since when."""
@@ -117,14 +111,6 @@ class SimulatedConduct:
                     self._said(host, life, to, envelope)
                 case m.Close(commit):
                     self._closes(host, life, commit)
-                case m.BeginReduction(begin):
-                    self._begins(host, life, begin)
-                case m.RepairReduction(repair):
-                    self._repairs(host, life, repair, effects)
-                case m.FoldPart(_, attempt, part) if part in life.folded:
-                    raise Violation("I3", f"{host.name} averages part {part} of attempt {attempt} once more")
-                case m.FoldPart(_, _, part):
-                    life.folded.add(part)
                 case m.CatchUp(source, _) if source.witness:
                     raise Violation("I7", f"{host.name} asks the witness {source.peer} for commits")
         self._stands(host, life)
@@ -226,7 +212,7 @@ class SimulatedConduct:
     # ------------------------------------------------------------ leavers
 
     def _check_heirs(self, host: SimulatedProcess, life: Conduct) -> None:
-        """A goodbye that was heard binds as soon as its view votes: the heir has the vote, and is bound as the leaver."""
+        """A goodbye that was heard binds as soon as its view votes: the heir has the vote, and what was promised."""
         machine, waiting = host.machine, []
         for sender, goodbye, lineage in life.goodbyes:
             commit = machine.commit
@@ -245,45 +231,7 @@ class SimulatedConduct:
                 raise Violation("I1", f"{host.name} votes for {sender.peer}, and is not bound as that was")
         life.goodbyes = waiting
 
-    # ------------------------------------------------------------ the reduction
-
-    def _begins(self, host: SimulatedProcess, life: Conduct, begin: m.Begin) -> None:
-        """Who takes part in a reduction has the very contribution that it counts."""
-        life.spans = {part: span.owner for span in begin.spans for part in range(span.start, span.stop)}
-        life.folded = set()
-        mine = [entry for entry in begin.contributors if entry.peer == host.name]
-        offer = host.machine._contributor.offer
-        if not mine:
-            return
-        entry = mine[0]
-        counted = entry.base_version, entry.weight, entry.tokens, entry.blocks
-        if offer is None or counted != (offer.base_version, offer.weight, offer.tokens, offer.blocks):
-            raise Violation("I2", f"{host.name} takes part with {offer}, and {counted} is counted")
-        life.exposed = begin.version
-
-    def _repairs(
-        self, host: SimulatedProcess, life: Conduct, repair: m.Repair, effects: Sequence[m.Effect]
-    ) -> None:
-        """Parts that a repair moves are sent to their new owners, and awaited from them."""
-        after = {part: span.owner for span in repair.spans for part in range(span.start, span.stop)}
-        moved = {part for part, owner in after.items() if life.spans.get(part, owner) != owner}
-        owed = {part for part in moved if after[part] != host.name}
-        life.spans = after
-        life.folded -= moved
-        machine = host.machine._contributor
-        reduction = machine.reduction
-        if reduction is None or reduction.key != repair.key or reduction.generation != repair.generation:
-            return
-        if not moved <= reduction.absent or (moved and reduction.mean_digest):
-            raise Violation("I3", f"{host.name} keeps parts of the mean that a repair moved")
-        sent = {
-            part
-            for effect in effects
-            if isinstance(effect, m.SendContribution) and effect.generation == repair.generation
-            for part in range(effect.span.start, effect.span.stop)
-        }
-        if reduction.contributes and machine.offer is not None and not owed <= sent:
-            raise Violation("I3", f"{host.name} does not send parts {sorted(owed - sent)} to their new owners")
+    # ------------------------------------------------------------ the attempt, and commits
 
     def _check_group(self, host: SimulatedProcess, begin: m.Begin) -> None:
         """The first attempt counts everybody that lives and offered, measured on the same state."""
@@ -298,12 +246,8 @@ class SimulatedConduct:
             if tally.ready[peer].state_digest in states:
                 raise Violation("I7", f"{host.name} leaves {peer} out of version {begin.version}, which offered")
 
-    # ------------------------------------------------------------ commits
-
-    def on_commit(self, host: SimulatedProcess, commit: Commit, before: Commit | None) -> None:
-        """Check a commit that a simulated peer is the first to close."""
-        if before is None:
-            return
+    def on_commit(self, commit: Commit, before: Commit) -> None:
+        """Check the view of a commit that follows another."""
         old = {(member.peer, member.incarnation) for member in before.view}
         new = {(member.peer, member.incarnation) for member in commit.view}
         over = self._over.get(before.digest, frozenset())
@@ -313,23 +257,6 @@ class SimulatedConduct:
         for peer, incarnation in new - old:
             if not self._clockless and (peer, incarnation, commit.lineage) not in self._followed:
                 raise Violation("I8", f"version {commit.version} takes {peer} in, which is in another lineage")
-        parts = self.world.setup.layout.fragments[commit.fragment].parts if commit.fragment >= 0 else 0
-        for entry in commit.counted:
-            if not any(commit.counts(entry.peer, part) for part in range(parts)):
-                raise Violation("I2", f"version {commit.version} counts {entry.peer}, which is in no part of the mean")
-        self._check_lost_blocks(commit, before)
-
-    def _check_lost_blocks(self, commit: Commit, before: Commit) -> None:
-        """Blocks of the lost are not leased again: they may have been trained on."""
-        leased = [*commit.leases.returned, *(run for held in commit.leases.held.values() for run in held)]
-        for peer in before.leases.held.keys() - commit.leases.held.keys():
-            member = before.member(peer)
-            process = self.world.machines.process_of(member) if member is not None else None
-            if process is None or process.leaving:
-                continue
-            for lost in before.leases.held[peer]:
-                if any(run.start < lost.stop and lost.start < run.stop for run in leased):
-                    raise Violation("I2", f"version {commit.version} leases blocks of {peer} again, which is lost")
 
     def _check_newcomers(self, host: SimulatedProcess, life: Conduct, commit: Commit) -> None:
         """Joiners that a proposal takes in are so near that commits bring them there."""
@@ -346,8 +273,6 @@ class SimulatedConduct:
             raise Violation("I1", f"{host.name} closes version {commit.version}, which does not follow its own")
         if commit.fragment < 0:
             self._founds(host, life, commit)
-            if life.exposed == commit.version + 1 and not host.machine._contributor._exposed:
-                raise Violation("I2", f"{host.name} forgets at a founding what others may count")
         life.stands, life.stood_s = commit.digest, host.now
         if host.machine.me in commit.view:
             self._members.add((host.name, host.machine.me.incarnation))
@@ -377,11 +302,8 @@ class SimulatedConduct:
         digest = commit.digest if commit is not None else ""
         if digest != life.stands:
             life.stands, life.stood_s = digest, host.now
-            life.exposed = -1
             if machine.in_view:
                 self._members.add((host.name, machine.me.incarnation))
-        elif commit is not None and life.exposed <= commit.version:
-            life.exposed = -1
         self._followed.add((host.name, machine.me.incarnation, machine.lineage))
         life.alone_since_s = (life.alone_since_s or host.now) if machine.alone else None
         self._check_tally(host, life)
@@ -472,10 +394,10 @@ class SimulatedConduct:
 
     def _check_asked(self, host: SimulatedProcess, effects: Sequence[m.Effect]) -> None:
         """Who is asked for an earlier attempt answers to a coordinator that lives."""
-        for effect in effects:
-            if isinstance(effect, m.Send) and isinstance(effect.envelope.body, m.Ready):
-                if effect.to not in host.machine.alive():
-                    raise Violation("I7", f"{host.name} promises attempts of {effect.to.peer}, which does not live")
+        answers = [one for one in effects if isinstance(one, m.Send) and isinstance(one.envelope.body, m.Ready)]
+        for answer in answers:
+            if answer.to not in host.machine.alive():
+                raise Violation("I7", f"{host.name} promises an attempt of {answer.to.peer}, which does not live")
 
     # ------------------------------------------------------------ events
 
@@ -495,6 +417,7 @@ class SimulatedConduct:
         """What is not answered is said again, and a proposal that nobody accepts is given up."""
         machine, tally = host.machine, host.machine._coordinator._tally
         me, attempt, contributor = machine.me.peer, machine.attempt, machine._contributor
+        kind: type
         owed: list[tuple[type, str]] = []
         if tally is not None and (tally.proposal is not None or tally.begin is not None):
             kind = m.Begin if tally.proposal is None else m.Propose
