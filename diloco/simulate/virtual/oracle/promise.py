@@ -74,19 +74,24 @@ class SimulatedPromise:
         """Members whose vote on the next version a live member has, and how many of them decide."""
         world, view = self.world, commit.view
         living = {member.peer for member in view if world.lives(member)}
-        gone = {member.peer for member in view if self._is_gone(member, living)}
+        gone = {member.peer for member in view if self._is_gone(commit, member, living)}
         needed = votes_needed(len(view), len(gone))
         if any((member.peer, member.incarnation) in self.evicted for member in view):
             needed = min(needed, len(view) - len(gone))
         votes = {member.peer for member in view if member.peer in living or self._has_heir(commit, member, living)}
         return votes - gone, needed
 
-    def _is_gone(self, member: Member, living: set[str]) -> bool:
-        """Whether nobody waits for the vote of a dead life: its machine proves its death, or an operator does."""
+    def _is_gone(self, commit: Commit, member: Member, living: set[str]) -> bool:
+        """Whether nobody waits for the vote of a dead life: its machine proves its death, or an operator does.
+
+        A leaver's vote lives on with an heir that lives, whatever its machine proves."""
         if member.peer in living:
             return False
-        evicted = (member.peer, member.incarnation) in self.evicted
-        return evicted or all(self.world.machines.provable(self.world.hosts[name], member) for name in living)
+        if (member.peer, member.incarnation) in self.evicted:
+            return True
+        return not self._has_heir(commit, member, living) and all(
+            self.world.machines.provable(self.world.hosts[name], member) for name in living
+        )
 
     def _has_heir(self, commit: Commit, leaver: Member, living: set[str]) -> bool:
         """Whether a leaver's vote went to a member that lives: the heir that it named, if that one heard it."""
