@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
-from diloco.protocol.view import votes_needed
 from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.oracle.promise import quorum
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
@@ -115,7 +115,7 @@ class SimulatedBallots:
         members = {member.peer for member in before.view}
         gone = self.world.machines.proved(host, before.view)
         evicted = {one.peer for one in before.view if (one.peer, one.incarnation) in self.world.promise.evicted}
-        needed = votes_needed(len(members), len(gone | evicted))
+        needed = quorum(len(members), len(gone | evicted))
         return min(needed, len(members - gone - evicted)) if evicted else needed
 
     def _check_last(self, host: SimulatedProcess, commit: Commit, ballot: Ballot) -> None:

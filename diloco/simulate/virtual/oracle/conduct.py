@@ -158,6 +158,8 @@ class SimulatedConduct:
         if named[0] < known[0] or (named[0] == known[0] and named != known) or (named[0] < 0) != (named[1] == ""):
             what = f"{named[1][:8] or 'nothing'} in attempt {named[0]}"
             raise Violation("I1", f"{host.name} promises that it accepted {what}, it was {known[1][:8]} in {known[0]}")
+        if ready.accepted is not None and ready.accepted.previous != envelope.view:
+            raise Violation("I1", f"{host.name} promises that it accepted {named[1][:8]}, which is of another version")
         self._check_votes(host, envelope.view, ready.votes)
         machine, voters = host.machine, host.machine.electorate.voters()
         gone = self.world.machines.proved(host, machine.view)

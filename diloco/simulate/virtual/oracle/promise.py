@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
-from diloco.protocol.view import votes_needed
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
@@ -75,7 +74,7 @@ class SimulatedPromise:
         world, view = self.world, commit.view
         living = {member.peer for member in view if world.lives(member)}
         gone = {member.peer for member in view if self._is_gone(commit, member, living)}
-        needed = votes_needed(len(view), len(gone))
+        needed = quorum(len(view), len(gone))
         if any((member.peer, member.incarnation) in self.evicted for member in view):
             needed = min(needed, len(view) - len(gone))
         votes = {member.peer for member in view if member.peer in living or self._has_heir(commit, member, living)}
@@ -123,3 +122,8 @@ class SimulatedPromise:
 
 def _height(commit: Commit) -> tuple[int, int, bool]:
     return commit.tokens, commit.version, commit.fragment < 0
+
+
+def quorum(members: int, gone: int) -> int:
+    """Votes that decide in a view: a majority of all, or where half of an even view is dead for certain, the rest."""
+    return members // 2 if 2 * gone >= members and members % 2 == 0 else members // 2 + 1

@@ -118,6 +118,19 @@ def _malformed(dice: Random, plan: FaultPlan) -> FaultPlan:
     return replace(plan, faults=faults)
 
 
+def _proven_deaths(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """Of an even view one dies, and then another, where their machine proves it."""
+    first, second, third = dice.sample(range(4), 3)
+    at_s = dice.uniform(1.0, 3.0)
+    faults = (
+        Fault(round(at_s, 2), "kill", f"p{first}", how=f"after {dice.choice(VOTING)}"),
+        Fault(round(at_s + dice.uniform(1.0, 4.0), 2), "kill", f"p{second}"),
+        Fault(round(at_s + 5.0, 2), "restart", f"p{first}", 0.0, "disk"),
+        Fault(round(at_s + 6.0, 2), "stop", f"p{third}", 3.0),
+    )
+    return replace(plan, peers=dice.choice((4, 4, 6)), proven=True, faults=faults)
+
+
 def _withdrawn(dice: Random, plan: FaultPlan) -> FaultPlan:
     """A fast peer gives rounds up before the others are ready, and the coordinator does not hear of it."""
     plan = replace(plan, peers=4, policy="sync", speeds="1+0.12+0.12+0.12", round_s=1.0, overlap=0.0, merge="carry")
@@ -146,6 +159,7 @@ UNDER_WAIT: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _no_link: 2,
     _two_lives: 2,
     _malformed: 2,
+    _proven_deaths: 2,
     _withdrawn: 1,
 }
 """Situations under `wait`, and how often each is drawn."""
