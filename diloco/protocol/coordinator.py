@@ -65,8 +65,8 @@ class Coordinator:
         attempt = self.acceptor.attempt
         self._entered_at = self._post.now
         self._tally = Tally(attempt) if leads else None
-        for member in self.chain.view if leads else ():
-            self._post.send(member, m.Gather(self.chain.making, attempt, reason))
+        if leads:
+            self._post.send_all(self.chain.view, m.Gather(self.chain.making, attempt, reason))
 
     def on_ready(self, sender: Member, body: m.Ready) -> None:
         """Count a promise, and the offer with it."""

@@ -199,7 +199,7 @@ class Membership:
         """Note that a peer has left the roster, and who votes for it from now on."""
         self.roster.left(sender.peer)
         self._post.note(f"{sender.peer} left")
-        if body.version > self.chain.making:
+        if self.chain.commit is None or body.version > self.chain.making:
             self._bequests[sender.peer] = (sender, body)  # it speaks of a view that we do not know yet
         else:
             self._bequeath(sender, body)

@@ -164,9 +164,10 @@ class Electorate:
         self._heirs |= dict.fromkeys(leavers, heir)
 
     def voters(self) -> set[str]:
-        """Members of the view that may still vote."""
-        living = {member.peer for member in self._view if (member.peer, member.incarnation) not in self._dead}
-        return living - self.evicted
+        """Members of the view that may still vote, and leavers whose heir may, dead or not."""
+        lost = self.evicted | {member.peer for member in self._view if (member.peer, member.incarnation) in self._dead}
+        bequeathed = {peer for peer in lost - self.evicted if self._heirs.get(peer, peer) not in lost}
+        return {member.peer for member in self._view} - (lost - bequeathed)
 
     def needed(self) -> int:
         """Number of votes that decide in the view."""

@@ -321,10 +321,13 @@ class SimulatedProcess:
         def handled(event: m.Event, now: float) -> list[m.Effect]:
             effects = handle(event, now)
             self._seen(effects)
+            invariants.conduct.on_event(self, event)
+            if isinstance(event, m.MeanArrived):
+                self.world.mean_arrived(self, event)
             return effects
 
         def received(envelope: m.Envelope, now: float) -> tuple[m.Reply, list[m.Effect]]:
-            heeded = gate.heeds(self, envelope)
+            heeded, before = gate.heeds(self, envelope), invariants.conduct.before(self)
             reply, effects = receive(envelope, now)
             self.world.log_reply(envelope, self, reply)
             gate.on_message(self, envelope, reply, heeded)
@@ -332,6 +335,7 @@ class SimulatedProcess:
                 self.world.promise.evicted.add((envelope.body.peer, envelope.body.incarnation))
             self.world.promise.on_message(self, envelope, reply)
             self._seen(effects)
+            invariants.conduct.on_message(self, envelope, reply, effects, before)
             return reply, effects
 
         def performed(effects: Sequence[m.Effect]) -> None:
@@ -365,6 +369,8 @@ class SimulatedProcess:
                 case m.Resync(source, discarded_tokens):
                     invariants.on_resync(self, source, discarded_tokens)
         invariants.on_machine(self)
+        invariants.reductions.on_effects(self, effects)
+        invariants.conduct.on_effects(self, effects)
 
     def _burn(self, effect: m.Effect, when: str) -> None:
         """Let a fault strike that waited for this effect: before it, or once it is on its way."""
@@ -385,8 +391,7 @@ class SimulatedProcess:
         self.steps = SimulatedSteps(self, peer)
         journal, exchange = peer.journal, peer.exchange
         opened, committed, adopted, discarded = journal.opened, journal.committed, journal.adopted, journal.discarded
-        closed = journal.closed
-        offer, exchanged, line = exchange.offer, life.exchanged, peer.line
+        closed, offer, exchanged, line = journal.closed, exchange.offer, life.exchanged, peer.line
 
         def on_opened(contract: Any) -> None:
             progress.opened()
@@ -422,10 +427,13 @@ class SimulatedProcess:
 
         def on_exchanged() -> Life[Sequence[Closed] | Skip]:
             self.waiting_since_s = self.world.now
+            progress.begins_round()
             try:
-                return (yield from exchanged())
+                outcome = yield from exchanged()
             finally:
                 self.waited_s, self.waiting_since_s = self.waited(self.world.now), None
+            progress.given(outcome)
+            return outcome
 
         journal.opened, journal.committed = on_opened, on_committed  # type: ignore[method-assign]
         journal.adopted, journal.discarded = on_adopted, on_discarded  # type: ignore[method-assign]

@@ -37,6 +37,7 @@ from diloco.simulate.virtual.oracle.promise import SimulatedPromise
 from diloco.simulate.virtual.plans.plan import EXCHANGE_S, NO_CLOCK, Fault, FaultPlan
 from diloco.simulate.virtual.plans.setup import STEPS, SimulationSetup, most_contributions
 from diloco.simulate.virtual.process import SimulatedProcess
+from diloco.simulate.virtual.schedules import halve
 from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0
@@ -107,6 +108,8 @@ class SimulatedWorld:
             self.heal_s += rounds * (plan.longest_round_s + EXCHANGE_S)
         self.goal = 0
         """Version that all must come to after the faults."""
+        self.halving: dict[str, str] = {}
+        """Owners about to die of the fault "half", and how."""
         self.finished: dict[str, str] = {}
         """Digest of the last state, by lineage, of those that ended with `done`."""
         self.clockless: dict[str, int] = {}
@@ -221,6 +224,11 @@ class SimulatedWorld:
     def happens(self, fault: Fault) -> bool:
         """Whether a fault has a meaning in this simulation."""
         return True
+
+    def mean_arrived(self, host: SimulatedProcess, event: m.MeanArrived) -> None:
+        """A part of a mean has reached a simulated peer."""
+        if self.halving:
+            halve(self, host, event)
 
     def versions(self) -> int:
         """Versions of the simulation's run that closed."""

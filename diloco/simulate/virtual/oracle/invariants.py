@@ -27,7 +27,9 @@ from diloco.outer.line import Line, PendingContribution
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.oracle.applied import SimulatedBlocks
 from diloco.simulate.virtual.oracle.ballots import SimulatedBallots
+from diloco.simulate.virtual.oracle.conduct import SimulatedConduct
 from diloco.simulate.virtual.oracle.gate import SimulatedAdmissions, Violation
+from diloco.simulate.virtual.oracle.reductions import SimulatedReductions
 from diloco.simulate.virtual.plans.lies import other_mean
 from diloco.simulate.virtual.plans.setup import PATIENCE_S, SimulationSetup
 
@@ -91,6 +93,8 @@ class SimulationInvariants:
         self.ballots = SimulatedBallots(world)
         self.gate = SimulatedAdmissions(world)
         self.blocks = SimulatedBlocks()
+        self.conduct = SimulatedConduct(world)
+        self.reductions = SimulatedReductions(world)
         self._chain = ChainRecord()
         """Every version that anybody applied, and the state after it."""
 
@@ -139,6 +143,9 @@ class SimulationInvariants:
             raise Violation("I2", f"version {commit.version} says {commit.tokens} tokens, its entries sum to {tokens}")
         if commit.fragment < 0 and before is not None:
             self._check_founding(host, commit, before)
+        if before is not None:
+            self.conduct.on_commit(commit, before)
+            self.reductions.on_commit(commit, before)
         self.commits[digest] = commit
         self._committed[digest] = self._masks_after(commit)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Totals
-from diloco.base.types import Commit, Counted
+from diloco.base.types import Closed, Commit, Counted, Skip
 from diloco.outer.fragments import Fragment, read_fragment
 from diloco.outer.line import Line, PendingContribution
 from diloco.outer.merge import Mix
@@ -63,12 +63,23 @@ class SimulatedProgress:
         """Totals that each record of this life's ledger must have."""
         self.pending = False
         """Others may count the contribution that was offered last."""
+        self._given: list[str] = []
+        """Versions that it has to apply in this round."""
         self._sent_fragment = 0
         self._sent_pieces: tuple[int, ...] = ()
         self._sent_parts: Sequence[bytes] = ()
         self._sent_sum: Tensor | None = None
         self.residuals = [torch.zeros(fragment.elements) for fragment in line.layout.fragments]
         """Errors of the codec in counted contributions, by fragment."""
+
+    def given(self, outcome: Sequence[Closed] | Skip) -> None:
+        """Note the versions that a simulated peer has to apply in this round."""
+        self._given = [] if isinstance(outcome, Skip) else [closed.commit.digest for closed in outcome]
+
+    def begins_round(self) -> None:
+        """Check that all versions of the round before were applied, unless a state was copied."""
+        if self._given:
+            raise Violation("I7", f"{self.host.name} does not apply {len(self._given)} versions that closed")
 
     def as_json(self) -> list[list[str]]:
         """The uncommitted pieces of each part of each fragment, for a checkpoint."""
@@ -128,6 +139,7 @@ class SimulatedProgress:
     def applied(self, commit: Commit, mine: Counted | None) -> None:
         """Check the pieces of a simulated peer after it applied a version."""
         self.pending = self.line.sent is not None
+        self._given = [digest for digest in self._given if digest != commit.digest]
         counted_tokens = self.invariants.counts(commit, self.host)
         if counted_tokens != (mine.tokens if mine is not None else 0):
             what = f"{self.host.name} takes version {commit.version} to count {mine}, it counts {counted_tokens} tokens"
@@ -177,6 +189,7 @@ class SimulatedProgress:
     def adopted(self, mine: Counted | None, discarded_tokens: int, before: Commit | None) -> None:
         """Check the pieces after a simulated copy of the state: those sent are counted, given up, or still sent."""
         self.pending = self.line.sent is not None
+        self._given = []
         if mine is not None or discarded_tokens:
             fragment = self.line.layout.fragments[self._sent_fragment]
             self._discard(fragment.index, self._sent_pieces)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from diloco.simulate.virtual.plans.agreement import of_agreement
 from diloco.simulate.virtual.plans.plan import (
     CHECKPOINT_S,
     EXCHANGE_S,
@@ -21,7 +22,7 @@ from diloco.simulate.virtual.plans.plan import (
     Fault,
     FaultPlan,
 )
-from diloco.simulate.virtual.plans.staged import staged
+from diloco.simulate.virtual.plans.storage import of_storage
 
 FIRST_FAULT_S, LAST_FAULT_S = 0.2, 8.0
 QUIET_AFTER_S = 10.0
@@ -56,8 +57,9 @@ SLOW_GOSSIP_SHARE = 0.3
 """Share of the plans under gossip with peers of different speeds."""
 END_SHARE, CUT_SHARE = 0.1, 0.15
 """Share of the plans in which the run ends, and of those in which stragglers are cut."""
-DUEL_SHARE, DUEL_S = 0.15, 16.0
-"""Share of the plans with two coordinators that one member each hears, and time for both."""
+SITUATION_SHARES = (35, 35, 30)
+"""Weights of the plans as they were drawn, and of those with a situation of `plans/agreement.py` or of
+`plans/storage.py` in place of their faults: by chance each of these comes in one plan of hundreds."""
 RADIAL_SHARE = 0.3
 """Share of those with radial averaging."""
 PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
@@ -105,10 +107,15 @@ def draw(
     speeds = speeds or (ASYNC_SPEEDS if plan.policy == "async" else None)
     plan = _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
     plan = _sized(Random(f"size {seed}"), plan, SIZES[size])
-    plan = _duelling(Random(f"duel {seed}"), plan)
     plan = _over_slow_links(Random(f"links {seed}"), plan)
-    plan = staged(Random(f"staged {seed}"), plan)
-    return _gossiping(Random(f"gossip {seed}"), plan) if plan.policy == "gossip" else plan
+    if plan.policy == "gossip":
+        return _gossiping(Random(f"gossip {seed}"), plan)
+    dice = Random(f"situation {seed}")
+    return dice.choices((_as_it_is, of_agreement, of_storage), SITUATION_SHARES)[0](dice, plan)
+
+
+def _as_it_is(dice: Random, plan: FaultPlan) -> FaultPlan:
+    return plan
 
 
 def _schedule(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -163,15 +170,6 @@ def _lately(dice: Random, plan: FaultPlan) -> FaultPlan:
     kind, at_s = dice.choice(list(MACHINES)), round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
     faults = [*plan.faults, *MACHINES[kind](dice, Fault(at_s, kind, dice.choice(names)), names, len(plan.faults))]
     return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
-
-
-def _duelling(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """A seed's plan with two coordinators that one member each hears, where enough vote that both can propose."""
-    votes = plan.peers + plan.witnesses > 2 and plan.peers > 2 and plan.without_majority == "wait"
-    if dice.random() >= DUEL_SHARE or not votes or plan.total_tokens or plan.policy == "gossip":
-        return plan
-    fault = Fault(round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2), "duel", "", DUEL_S)
-    return replace(plan, faults=tuple(sorted((*plan.faults, fault), key=lambda one: one.at_s)))
 
 
 def _over_slow_links(dice: Random, plan: FaultPlan) -> FaultPlan:

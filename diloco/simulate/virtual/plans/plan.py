@@ -31,6 +31,10 @@ IN_RECORD = "in record"
 """A death in the middle of a record of the ledger, of which the disk has half."""
 FLIPPED = "flipped"
 """Start of a process whose newest checkpoint has a flipped bit."""
+OFFERS = "offers"
+"""A muffle: of the promises of a peer for an attempt only the first arrives."""
+FORMER = "former"
+"""An eviction that comes so late that the next life of its peer is there."""
 EXCHANGE_S = 0.4
 """Time from the last inner step of a round to its version, about."""
 FUSED = ("kill", "power", "leave")
@@ -48,10 +52,12 @@ KINDS: Mapping[str, str] = {
     "join": "a new one joins",
     "leave": "it is asked to leave; how: before or after an effect or a message",
     "resume": "an operator begins again from a checkpoint",
-    "evict": "an operator declares a dead one dead",
+    "evict": "an operator declares a dead one dead; how: former (the life before the present one)",
     "cut": "nothing passes between a group and the rest; how: both, in or out, and `reset`: senders are told",
     "link": "the same between two",
     "duel": "of two attempts each is heard by one member only, and the first one hears of nothing else meanwhile",
+    "muffle": "some messages about an attempt reach some members when these have gone on to a later one; how: offers",
+    "half": "an owner dies when its mean has reached one, and not the coordinator; how: whole (one has all of it)",
     "tunnel": "connections to one that lives are refused and those that there are break; how: both, in or out",
     "slow": "its messages take 20 times as long",
     "late": "some of its messages come late; how: seconds at most",

@@ -20,7 +20,6 @@ from diloco.simulate.virtual.plans.plan import (
     FaultPlan,
 )
 
-STAGED_SHARE = 0.45
 LOSSY = ("topk", "sign", "int4")
 """Codecs that leave over so much that nobody can miss it."""
 CALM_S = 3.0
@@ -30,10 +29,8 @@ SLOWEST = ("0.02+4", "0.01+4", "4+0.02")
 """Uplinks in Mbit/s, one of which needs 5 to 10 seconds for half of a contribution."""
 
 
-def staged(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """A seed's plan, or one situation in place of its faults. Dice of their own, as in `plans/draw.py`."""
-    if dice.random() >= STAGED_SHARE or plan.policy == "gossip":
-        return plan
+def of_storage(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A seed's plan with one situation in place of its faults."""
     situations = dict(SITUATIONS)
     if plan.policy == "quorum":
         situations[_lags] = 5
