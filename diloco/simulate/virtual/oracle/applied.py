@@ -128,16 +128,20 @@ class SimulatedSteps:
 
 
 class SimulatedBlocks:
-    """Data blocks that all simulated peers read, and the pieces of progress that they were read for."""
+    """Data blocks that all simulated peers read, and the pieces of progress that they were read for.
 
-    def __init__(self) -> None:
+    Under `continue` two lineages lease the same blocks, and who comes back from one that ended may read some once more.
+    """
+
+    def __init__(self, continues: bool) -> None:
+        self._continues = continues
         self._pieces: dict[int, int] = {}
         """By block, as a bit mask."""
 
     def reads(self, name: str, line: Line, block: int, piece: int, counted: int) -> None:
         """I2: a simulated peer reads a block for a piece of progress. It is leased to it, and none of the pieces that
         are `counted`, or its own, was made of it. Who is out of the view reads on in a lease that others may have."""
-        held = _held(line, name)
+        held = self._held(line, name)
         if held is None:
             return
         if not any(run.start <= block < run.stop for run in held):
@@ -150,7 +154,7 @@ class SimulatedBlocks:
 
     def sends(self, name: str, line: Line, contribution: Contribution, uncommitted: int) -> None:
         """I2: the blocks of a contribution, at the front of the lease, are those that were read for it."""
-        held = _held(line, name)
+        held = self._held(line, name)
         if held is None:
             return
         blocks = [block for run in held for block in range(run.start, run.stop)]
@@ -160,6 +164,5 @@ class SimulatedBlocks:
             what = f"sends {contribution.blocks} blocks: {unread} of them it did not read, and not {rest}"
             raise Violation("I2", f"{name} {what}")
 
-
-def _held(line: Line, name: str) -> Sequence[Blocks] | None:
-    return line.commit.leases.held.get(name) if line.commit is not None else None
+    def _held(self, line: Line, name: str) -> Sequence[Blocks] | None:
+        return line.commit.leases.held.get(name) if line.commit is not None and not self._continues else None

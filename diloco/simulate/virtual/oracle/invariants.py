@@ -92,7 +92,7 @@ class SimulationInvariants:
         """By life."""
         self.ballots = SimulatedBallots(world)
         self.gate = SimulatedAdmissions(world)
-        self.blocks = SimulatedBlocks()
+        self.blocks = SimulatedBlocks(world.plan.without_majority == "continue")
         self.conduct = SimulatedConduct(world)
         self.reductions = SimulatedReductions(world)
         self._chain = ChainRecord()
