@@ -113,6 +113,8 @@ class SimulatedNetwork:
         """Peers whose messages are damaged on the way."""
         self.dark: set[str] = set()
         """Peers without power: nothing answers there, not even with a refusal."""
+        self.schedules: list[Callable[[SimulatedCall, Envelope], bool]] = []
+        """Faults that decide which messages pass, and keep the others."""
         self.uplinks = SimulatedUplinks(world.plan)
         self.seen: list[tuple[Envelope, str]] = []
         self.strangers: list[str] = []
@@ -323,7 +325,8 @@ class SimulatedLink(Link):
 
     async def deliver(self, address: str, envelope: Envelope) -> Reply:
         call = SimulatedCall(self._process, address, taking(envelope), waits=False)
-        self._network.send(call, envelope)
+        if all(passes(call, envelope) for passes in self._network.schedules):
+            self._network.send(call, envelope)
         self._deadlines.add(call)
         try:
             reply: Reply = await call.answer

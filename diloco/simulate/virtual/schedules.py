@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from diloco.protocol import messages as m
@@ -22,7 +22,7 @@ class SimulatedDuel:
     """
 
     def __init__(self, world: SimulatedWorld) -> None:
-        self.world, self._send = world, world.network.send
+        self.world = world
         self._chosen: dict[tuple[str, int], str] = {}
         """By the commit that a proposal follows, and its attempt: who hears of it."""
         self._cut: SimulatedCut | None = None
@@ -30,11 +30,11 @@ class SimulatedDuel:
         """Which of the two members promised a later attempt."""
         self._held: list[tuple[SimulatedCall, m.Envelope]] = []
         """Messages that did not pass: they come late."""
-        world.network.send = self.send  # type: ignore[method-assign]
+        world.network.schedules.append(self.passes)
         self._let_go()
 
-    def send(self, call: SimulatedCall, envelope: m.Envelope) -> None:
-        """Let a message pass that is no proposal that others should not hear of, and no vote for one."""
+    def passes(self, call: SimulatedCall, envelope: m.Envelope) -> bool:
+        """Whether a message is no proposal that others should not hear of, and no vote for one. Else it is kept."""
         body, caller, target = envelope.body, call.caller.name, call.address.partition(":")[0]
         if isinstance(body, m.Propose):
             chosen = self._choice(envelope, body, target)
@@ -44,10 +44,9 @@ class SimulatedDuel:
         else:
             chosen = self._chosen.get((envelope.view, body.attempt), "") if isinstance(body, m.Accept) else ""
             passes = chosen != caller
-        if passes:
-            self._send(call, envelope)
-        else:
+        if not passes:
             self._held.append((call, envelope))
+        return passes
 
     def _both_promise(self, envelope: m.Envelope, body: m.Ready | m.Gather, target: str) -> bool:
         """Whether a promise may pass: of an attempt after both, those of the two come first, and nobody else is asked
@@ -86,14 +85,14 @@ class SimulatedDuel:
 
     def _let_go(self) -> None:
         """What was held back arrives when its receiver has gone on to a later attempt."""
-        if "send" not in vars(self.world.network):
+        if self.passes not in self.world.network.schedules:
             return
         self.world.after(LOOK_S, self._let_go)
-        self._held = release(self.world, self._held, self._send)
+        self._held = release(self.world, self._held)
 
     def end(self) -> None:
         """All hear of everything again."""
-        del self.world.network.send
+        self.world.network.schedules.remove(self.passes)
         if self._cut in self.world.network.cuts:
             self.world.network.cuts.remove(self._cut)
 
@@ -105,17 +104,17 @@ class SimulatedMuffle:
     """
 
     def __init__(self, world: SimulatedWorld, fault: Fault) -> None:
-        self.world, self._send = world, world.network.send
+        self.world = world
         self._early = fault.peer if fault.how == OFFERS else ""
         """A peer of whose promises only the first arrives; nothing else is held back then."""
         self._fate: dict[tuple[type, str, int, str, str], bool] = {}
         """By kind, view, attempt, sender and receiver: whether it passes."""
         self._held: list[tuple[SimulatedCall, m.Envelope]] = []
-        world.network.send = self.send  # type: ignore[method-assign]
+        world.network.schedules.append(self.passes)
         self._let_go()
 
-    def send(self, call: SimulatedCall, envelope: m.Envelope) -> None:
-        """Let a message pass, or hold it back."""
+    def passes(self, call: SimulatedCall, envelope: m.Envelope) -> bool:
+        """Whether a message is not held back. Else it is kept."""
         body, caller, target = envelope.body, call.caller.name, call.address.partition(":")[0]
         if isinstance(body, m.OfAttempt):
             about = type(body), envelope.view, body.attempt, caller, target
@@ -127,19 +126,19 @@ class SimulatedMuffle:
                 held = self._fate.setdefault(about, self.world.dice.random() < share)
             if held:
                 self._held.append((call, envelope))
-                return
-        self._send(call, envelope)
+                return False
+        return True
 
     def _let_go(self) -> None:
-        if "send" in vars(self.world.network):
+        if self.passes in self.world.network.schedules:
             self.world.after(LOOK_S, self._let_go)
-            self._held = release(self.world, self._held, self._send)
+            self._held = release(self.world, self._held)
 
     def end(self) -> None:
         """All hear of everything again."""
-        del self.world.network.send
+        self.world.network.schedules.remove(self.passes)
         for call, envelope in self._held:
-            self._send(call, envelope)
+            self.world.network.send(call, envelope)
         self._held = []
 
 
@@ -150,7 +149,7 @@ LOOK_S = 0.1
 Held = list[tuple["SimulatedCall", m.Envelope]]
 
 
-def release(world: SimulatedWorld, held: Held, send: Callable[[SimulatedCall, m.Envelope], None]) -> Held:
+def release(world: SimulatedWorld, held: Held) -> Held:
     """Send messages that were held back and whose receivers have gone on to a later attempt. Returns the others."""
     kept: Held = []
     for call, envelope in held:
@@ -162,7 +161,7 @@ def release(world: SimulatedWorld, held: Held, send: Callable[[SimulatedCall, m.
         if here:
             kept.append((call, envelope))
         else:
-            send(call, envelope)
+            world.network.send(call, envelope)
     return kept
 
 
