@@ -153,9 +153,9 @@ def test_routes_of_members_that_are_gone_are_forgotten(world: LocalWorld) -> Non
     lane = world.peers[0].peer.exchange.lane
     world.rounds(world.peers)
     gone = Member("p1", 0, "p1:of an earlier life")
-    world.ask(lambda: lane._routes.update({gone: (gone.address,)}))
+    world.ask(lambda: lane.sender._routes.update({gone: (gone.address,)}))
     world.rounds(world.peers)
-    assert {member.peer: member.address for member in lane._routes} == {"p1": "p1:1", "p2": "p2:1"}
+    assert {member.peer: member.address for member in lane.sender._routes} == {"p1": "p1:1", "p2": "p2:1"}
 
 
 @pytest.mark.parametrize("world", [{"codec": {"name": "topk", "zstd": False}}], indirect=True)
@@ -169,7 +169,7 @@ def test_nobody_is_sent_its_own_contribution(world: LocalWorld, monkeypatch: pyt
             address: str,
             header: StreamHeader,
             parts: AsyncIterator[Part],
-            stall_s: float,
+            *rest: Any,
             send: Callable[..., Any] = link.send_parts,
         ) -> Reply:
             async def counted_parts() -> AsyncIterator[Part]:
@@ -178,7 +178,7 @@ def test_nobody_is_sent_its_own_contribution(world: LocalWorld, monkeypatch: pyt
                         sent.append(len(part.payload))
                     yield part
 
-            reply: Reply = await send(address, header, counted_parts(), stall_s)
+            reply: Reply = await send(address, header, counted_parts(), *rest)
             return reply
 
         monkeypatch.setattr(link, "send_parts", watched)

@@ -24,7 +24,8 @@ from diloco.gossip.acquaintances import Acquaintances
 from diloco.gossip.pairing import Pairing, Settling, check_partner, pair_mean, settle, spread
 from diloco.gossip.swaps import MAX_SERVED, Swap, Swaps, SwapStage
 from diloco.outer.state import TILE_ELEMENTS, FragmentState
-from diloco.protocol.messages import Acquaintance, Reply
+from diloco.protocol.greetings import Acquaintance
+from diloco.protocol.messages import Reply
 from tests.gossips import contract
 
 NOLOCO = Pairing(0.7, 0.5)

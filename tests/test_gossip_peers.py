@@ -27,7 +27,8 @@ from diloco.gossip.pairing import Pairing, pair_mean, spread
 from diloco.gossip.swaps import Arriving, Swap, SwapStage
 from diloco.observe.screen import status_text
 from diloco.outer.fragments import Layout
-from diloco.protocol.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
+from diloco.protocol.greetings import Acquaintance, Greeting, Invite
+from diloco.protocol.messages import Envelope, Evict, Heartbeat, Reply
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.storage.checkpoint import load
 from diloco.transport.grpc_link import GrpcLink

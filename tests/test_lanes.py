@@ -424,7 +424,7 @@ def test_how_fast_an_island_uploads_is_unknown_as_long_as_any_lane_has_not_measu
     here: int, there: int, together: int
 ) -> None:
     with two_ranks() as (remote, _, lane, first, _):
-        lane.link = Mock(send_bps=here)
+        lane.sender.link = Mock(send_bps=here)
         first.rates(there, 1, 2)
         deadline_s = monotonic_s() + 30.0
         while remote.wire_bytes != (1, 2):

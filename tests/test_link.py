@@ -26,7 +26,7 @@ from diloco.base.types import Closed, Commit, Leases, Member, Progress
 from diloco.identity.keys import keys_of
 from diloco.outer.average import mean_digest
 from diloco.protocol import messages as m
-from diloco.protocol.messages import Acquaintance
+from diloco.protocol.greetings import Acquaintance
 from diloco.protocol.streams import CHUNK_BYTES, Kind, Limits, Part, StateOffer, StreamHeader, Welcome
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.transport import grpc_link
@@ -100,7 +100,7 @@ class Listener:
         self.ended.append("end")
         return m.Reply.OK
 
-    def on_bytes(self, header: StreamHeader) -> None:
+    def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
         self.moved.append((header, len(self.parts)))
 
     def on_hello(self) -> Welcome:
@@ -964,6 +964,25 @@ def test_a_stream_that_goes_quiet_is_ended():
         with pytest.raises(LinkSlow, match=r"no progress for 0.2 s"):
             await net.link.send_parts(server.address, HEADER, pausing(), 5.0)
         assert service.ended == ["LinkSlow"]
+        await server.stop(0)
+
+    play(GrpcNet, scenario)
+
+
+def test_a_stream_that_waits_for_its_first_part_is_kept(monkeypatch: pytest.MonkeyPatch):
+    """A mean is made when all contributions are here, which takes a slow link longer than `idle_s`."""
+    monkeypatch.setattr(grpc_link, "KEEP_ALIVE_S", 0.1)
+
+    async def scenario(net: GrpcNet) -> None:
+        service = Listener()
+        server = await serve(service, "127.0.0.1:0", KEYS, idle_s=0.5)
+
+        async def late() -> AsyncIterator[Part]:
+            await asyncio.sleep(1.2)
+            yield Part(0, b"x")
+
+        assert await net.link.send_parts(server.address, HEADER, late(), 5.0) is m.Reply.OK
+        assert [part.payload for part in service.parts] == [b"x"]
         await server.stop(0)
 
     play(GrpcNet, scenario)

@@ -71,9 +71,26 @@ def test_one_of_two_decides_only_when_the_other_is_dead_or_left_it_the_vote() ->
     electorate.died(replace(B, incarnation=77))  # another life of b
     assert electorate.needed() == 2
     electorate.died(B)
+    assert (electorate.needed(), electorate.reachable(["a"])) == (2, 2)  # its heir votes for it
+    electorate.died(A)
+    assert electorate.voters() == set()
+    electorate.stand([A, C])
+    electorate.died(C)
     assert electorate.needed() == 1
     electorate.stand([A])
     assert (electorate.needed(), electorate.held_by("a")) == (1, ())
+
+
+def test_a_leaver_that_is_dead_takes_no_vote_along() -> None:
+    """Of three, two leave at once and end: the third has all votes, and not one of two."""
+    electorate = Electorate()
+    electorate.stand([A, B, C])
+    electorate.bequeath(["b", "c"], "a")
+    electorate.died(B)
+    electorate.died(C)
+    assert (electorate.reachable(["a"]), electorate.needed()) == (3, 2)
+    electorate.evict("b", B.incarnation)
+    assert electorate.voters() == {"a", "c"}
 
 
 def test_what_was_said_of_a_member_is_not_said_of_its_next_life() -> None:

@@ -143,10 +143,17 @@ def test_contributors_that_take_turns_have_one_in_the_final_sync(
     assert all(counts == set(names) for counts in counted.values())
 
 
-def test_who_copies_the_state_after_the_end_is_done() -> None:
+def test_who_copies_a_state_of_the_final_sync_is_done() -> None:
     ending = RunEnd(100, 3, True)
     ending.on_commit(commit_of(9, tokens=120), copied=True)
     assert ending.done
+
+
+def test_who_copies_the_state_that_has_the_tokens_takes_part_in_the_final_sync() -> None:
+    ending = RunEnd(100, 3, True)
+    ending.on_commit(commit_of(9, 120, (Counted("p0", 8, 21.0, 21, 1),)), copied=True)
+    assert ending.finishing
+    assert not ending.done
 
 
 @pytest.mark.parametrize(

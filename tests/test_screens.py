@@ -127,19 +127,19 @@ class Hostile:
         self.replies.append(await self._link.deliver(address, envelope))
         return reply
 
-    async def send_parts(self, address: str, header: Any, parts: AsyncIterator[Part], stall_s: float) -> Reply:
+    async def send_parts(self, address: str, header: Any, parts: AsyncIterator[Part], *rest: Any) -> Reply:
         async def spoiled() -> AsyncIterator[Part]:
             async for part in parts:
                 for other in self._spoil(part) if header.kind is Kind.CONTRIBUTION else [part]:
                     yield other
 
-        return await self._link.send_parts(address, header, spoiled(), stall_s)
+        return await self._link.send_parts(address, header, spoiled(), *rest)
 
 
 def turn_hostile(peer: LocalPeer, spoil: Callable[[Part], list[Part]]) -> Hostile:
     exchange = peer.peer.exchange
     hostile = Hostile(exchange.link, spoil)
-    exchange.link = exchange.lane.link = hostile  # type: ignore[assignment]
+    exchange.link = exchange.lane.sender.link = hostile  # type: ignore[assignment]
     return hostile
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from diloco.base.types import Member
 from diloco.protocol import messages as m
-from diloco.simulate.virtual.plans.draw import SIZES, draw
+from diloco.protocol.contributor import Contributor
+from diloco.simulate.virtual.plans.draw import SIZES, SLOW_LINKS_MBIT, draw
 from diloco.simulate.virtual.plans.plan import FaultPlan, parse
 from diloco.simulate.virtual.search import SeedOptions, run_seeds, world_of
 from diloco.simulate.virtual.wires import SimulatedUplinks, flipped
@@ -52,6 +54,55 @@ def test_streams_of_a_peer_share_its_uplink() -> None:
 def test_a_slow_uplink_makes_a_version_take_longer() -> None:
     fast, slow = (told(f"peers 3\ndelay_s 0.005\nbandwidth {rate}\ncalm_s 3") for rate in ("0", "0.3"))
     assert at(slow, "CLOSES version 1") > at(fast, "CLOSES version 1") + 0.4
+
+
+def test_a_part_is_slower_than_stall_s_and_never_still() -> None:
+    """At 0.03 Mbit/s one of 4 kB takes 1.1 s, beside three other streams 4.4 s; `stall_s` is 2."""
+    outcome = told("peers 3\ndelay_s 0.02\nbandwidth 0.03\ncalm_s 60")
+    assert outcome.versions > 4
+    assert not says(outcome, "attempt", "failed")
+    assert not says(outcome, "made no progress")
+    assert all("counting p0 p1 p2;" in line for line in outcome.lines if "CLOSES" in line)
+
+
+FOUR = "peers 4\ndelay_s 0.02\nround_s 2\ncalm_s 60\nbandwidth 0.4+0.4+0.4+"
+
+
+@pytest.mark.parametrize("policy", ["sync", "quorum", "async"])
+@pytest.mark.parametrize(("rate", "counted"), [("0.1", True), ("0.02", False)])
+def test_one_slow_uplink_makes_nobody_restart(policy: str, rate: str, counted: bool) -> None:
+    """It takes 4 or 20 times as long as theirs: its owner is waited for or left out, and the attempt goes on. Under
+    async a version may be the slow one's alone: then no other has sent anything when the attempt is given up."""
+    outcome = told(f"{FOUR}{rate}\npolicy {policy}")
+    assert outcome.versions > 6
+    assert not says(outcome, "made no progress")
+    assert says(outcome, "CLOSES", "counting p0 p1 p2 p3") is counted
+    assert not any(line.endswith("view p0 p1 p2") for line in outcome.lines)
+    if counted or policy != "async":
+        assert not says(outcome, "attempt", "failed")
+        assert not says(outcome, ".1 with")
+
+
+def test_drop_by_drop_holds_nobody_for_longer_than_the_bound() -> None:
+    """A part takes 16 s. The others have what they owe within a second, and then wait for `match_deadline_s`, 3 s."""
+    outcome = told(f"{FOUR}0.002")
+    closed = [float(line.split()[0]) for line in outcome.lines if "CLOSES" in line]
+    assert len(closed) > 6
+    assert max(after - before for before, after in pairwise(closed)) < 2 * 1.3 + 1 + 3 + 1
+    assert not says(outcome, "CLOSES", "counting p0 p1 p2 p3")
+
+
+def test_a_count_of_bytes_that_is_nonsense_gains_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p3 sends nothing, and its heartbeats say that ever more bytes move."""
+    beat = Contributor.on_tick
+
+    def lying(self: Contributor, event: m.Tick) -> None:
+        beat(self, m.Tick(self.moved_bytes + 10**9) if self.membership.me.peer == "p3" else event)
+
+    monkeypatch.setattr(Contributor, "on_tick", lying)
+    outcome = told(f"{FOUR}0.0000001")
+    assert outcome.versions > 6
+    assert not says(outcome, "attempt", "failed")
 
 
 def test_a_joiner_is_caught_up_over_a_slow_uplink() -> None:
@@ -179,6 +230,7 @@ def test_drawn_plans_have_2_to_8_peers_and_nightly_ones_up_to_16() -> None:
     kinds = {fault.kind for plan in usual for fault in plan.faults}
     assert kinds >= {"tunnel", "flip", "disk", "power", "second"}
     assert any(plan.bandwidth for plan in usual)
+    assert any(SLOW_LINKS_MBIT[-1] in plan.bandwidth.split("+") for plan in usual)
     assert any(plan.total_tokens for plan in usual)
     assert any(plan.stragglers == "cut" for plan in usual)
     for plan in usual[:50]:

@@ -22,7 +22,7 @@ DUEL = (Fault(2.0, "duel", "", 16.0),)
 LEAVES = (Fault(3.0, "leave", "p0", how="after SendContribution"),)
 
 SHOWN: dict[str, tuple[str, FaultPlan]] = {
-    "no-heirs": ("I7", FaultPlan(peers=2, round_s=1.0, faults=LEAVES)),
+    "no-heirs": ("I1", FaultPlan(peers=2, round_s=1.0, faults=LEAVES)),
     "no-proofs": ("I7", FaultPlan(peers=2, proven=True, faults=KILLED)),
     "tells-no-votes": ("I7", FaultPlan(peers=2, faults=KILLED)),
     "oldest-accepted": ("I1", FaultPlan(peers=3, faults=DUEL)),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from diloco.base.types import Blocks, Commit, Counted, Leases, Member, Omitted, Progress
 from diloco.protocol import messages as m
-from diloco.protocol.messages import Acquaintance, Greeting, Invite
+from diloco.protocol.greetings import Acquaintance, Greeting, Invite
 from diloco.protocol.streams import MAX_CHUNKS, Kind, Part, ProcessId, StateOffer, StreamHeader, Welcome
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
@@ -45,11 +45,11 @@ forks = st.lists(st.builds(m.Fork, text, whole), max_size=3).map(tuple)
 ages = st.floats(0, 1e9)
 acquaintances = st.lists(st.builds(Acquaintance, members, whole, progress, number, ages), max_size=3).map(tuple)
 bodies = st.one_of(
-    st.builds(m.Heartbeat, signed, st.booleans(), st.booleans(), progress, whole, forks),
+    st.builds(m.Heartbeat, signed, st.booleans(), st.booleans(), progress, whole, forks, st.booleans(), whole),
     st.builds(m.Ready, whole, whole, st.none() | offers, text, signed, maybe_commit, texts),
     st.builds(m.Gather, whole, whole, text),
     st.builds(m.Begin, whole, whole, several_counted, several_members, spans),
-    st.builds(m.Stalled, whole, whole, texts, text, st.booleans()),
+    st.builds(m.Stalled, whole, whole, texts, text, st.booleans(), st.booleans()),
     st.builds(m.Repair, whole, whole, whole, texts, spans, text),
     st.builds(m.Abort, whole, whole, texts, text, st.booleans()),
     st.builds(m.Propose, whole, whole, commits),

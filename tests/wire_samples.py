@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from diloco.base.types import Blocks, Commit, Counted, Leases, Member, Omitted, Phase, Progress
 from diloco.protocol import messages as m
-from diloco.protocol.messages import Acquaintance, Greeting, Invite
+from diloco.protocol.greetings import Acquaintance, Greeting, Invite
 from diloco.protocol.streams import Kind, StateOffer, StreamHeader, Welcome
 
 DIGEST = "0123456789abcdef" * 4

@@ -84,7 +84,8 @@ class MembershipSection(Section):
     stopped for a while so keeps nobody waiting. Goes with `outer.weighting = "tokens"`."""
     match_deadline_s: PositiveSeconds = 120.0
     """Seconds that half of the live members, when they are ready, wait for a slower one before the version closes
-    without it; fewer than half wait four times as long."""
+    without it; fewer than half wait four times as long. The bytes of a slow link may come so much later than others'
+    (under `quorum` and `async`: `grace_s`), or three times as late."""
     round_deadline_s: PositiveSeconds = 300.0
     """After this long a round is skipped: the peer trains on and keeps its progress."""
     backlog_versions: Annotated[int, Field(ge=1)] = 4

@@ -189,7 +189,7 @@ class TimeoutsSection(Section):
     suspect_s: PositiveSeconds = 4.0
     """No word from a peer for this long: it is out of the round. Eight heartbeats: a busy machine delays some."""
     stall_s: PositiveSeconds = 4.0
-    """No progress of bytes in a round for this long: the attempt is given up, without those who stalled."""
+    """No byte of a peer moves in a round for this long: the round goes on without it. A slow link is not still."""
     rpc_s: PositiveSeconds = 5.0
     """Deadline of one control message."""
     join_s: PositiveSeconds = 120.0

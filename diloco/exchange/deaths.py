@@ -47,6 +47,18 @@ class Deaths:
         process = self._processes.get((member.peer, member.incarnation))
         return process is not None and self._link.lives(process) is False
 
+    async def gone(self, member: Member) -> bool:
+        """Whether nobody takes another connection after one broke: damaged bytes break one, too."""
+        if self.proven(member):
+            return True
+        try:
+            await self._link.hello(member.address, self._timeout_s)
+        except LinkDown:
+            return True
+        except (LinkSlow, LinkRefused):
+            pass  # or it is silent, which its missing heartbeats will show
+        return False
+
     def _may_be_here(self, address: str) -> bool:
         try:
             return self._link.near(address)

@@ -87,6 +87,7 @@ class Exchange(ExchangeTasks):
         """Outcome of the latest offer, as long as it stands. None: versions closed."""
         self.untaken = Untaken(me.peer, self.archive.backlog, me.witness)
         self._next_tick: asyncio.Handle | None = None
+        self._moved_bytes = 0
         self.void_tokens = 0
         """Tokens committed on lineages that ended, as far as this peer followed them."""
         self._resync_from: list[str] = []
@@ -297,7 +298,7 @@ class Exchange(ExchangeTasks):
 
     def _tick(self) -> None:
         try:
-            self._feed(m.Tick())
+            self._feed(m.Tick(self._moved_bytes))
         except Exception as error:
             self.failed(error)
         else:
@@ -378,18 +379,9 @@ class Exchange(ExchangeTasks):
             failpoints.hit(f"after-{step}")
 
     async def _lost(self, member: Member) -> None:
-        """The exchange lost a connection. Damaged bytes break one too: only who does not answer on the next is gone."""
-        if self._deaths.proven(member) or not await self._answers(member.address):
+        """The exchange lost a connection."""
+        if await self._deaths.gone(member):
             self._feed(m.Unreachable(member, self._deaths.proven(member)))
-
-    async def _answers(self, address: str) -> bool:
-        try:
-            await self.link.hello(address, self.terms.timing.heartbeat_s)
-        except LinkDown:
-            return False
-        except (LinkSlow, LinkRefused):
-            return True  # or it is silent, which its missing heartbeats will show
-        return True
 
     # ------------------------------------------------------------ reducing
 
@@ -422,6 +414,10 @@ class Exchange(ExchangeTasks):
                 return
             self._contents[event.part] = content
         self._feed(event)
+
+    def on_moved(self, size_bytes: int) -> None:
+        """Bytes moved in a lane: the next tick says so."""
+        self._moved_bytes += size_bytes
 
     def on_lost(self, member: Member) -> None:
         """A lane's stream to this member broke."""

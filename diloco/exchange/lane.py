@@ -20,29 +20,22 @@ from diloco.base.hashing import content_hash
 from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member
 from diloco.compress import PayloadError
-from diloco.compress.encoding import Encoded
 from diloco.exchange.background import ExchangeTasks
-from diloco.exchange.outlets import Outlets, Precedence
+from diloco.exchange.outlets import MovedBytes, Outlets, Precedence, encoded
+from diloco.exchange.sending import MAX_STREAM_TRIES, Key, PartSender
 from diloco.exchange.terms import LaneTerms
 from diloco.exchange.work import BadContribution, LaneEvents, LanePayloads, SteppedVersion
 from diloco.outer.optimizers import Stepping
 from diloco.outer.state import ELEMENT_BYTES, OuterState, StateChunk
 from diloco.protocol import messages as m
 from diloco.protocol.streams import Kind, Part, StreamHeader
-from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
+from diloco.transport.link import Link, LinkRefused
 
 logger = logging.getLogger(__name__)
-
-MAX_STREAM_TRIES = 3
-STREAM_PAUSE_S = 0.1
-"""Tries to send a stream of parts on a line that breaks or damages it, and the pause between two of them."""
 
 NEWS_S = 60.0
 """Seconds that the training side of a rank other than 0 waits while nothing comes of what rank 0 has announced. Of a
 copied state all parts come first, and rank 0 may have them faster than it passes them on."""
-
-Key = tuple[int, int]
-"""The version being made, and the attempt at it."""
 
 
 class Lane(ExchangeTasks):
@@ -50,7 +43,7 @@ class Lane(ExchangeTasks):
 
     def __init__(self, terms: LaneTerms, link: Link, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
-        self.terms, self.link = terms, link
+        self.terms = terms
         self.head: LaneEvents | None = None
         self.work: LanePayloads | None = None
         # Folds have a thread of their own: others wait for what we average, nobody for what we step.
@@ -61,6 +54,8 @@ class Lane(ExchangeTasks):
         """Outer step of the version being made: attempts of one version have the parts in common that did not
         change."""
         self._outlets: list[Outlets] = []
+        self._contributing: list[asyncio.Task[None]] = []
+        """Streams of our contribution."""
         self._precedence = Precedence(terms.stall_s / 4)
         self._contribution: Contribution | None = None
         self._means: dict[str, Sequence[bytes]] = {}
@@ -76,8 +71,8 @@ class Lane(ExchangeTasks):
         self._closed: dict[int, tuple[int, Closed]] = {}
         """Versions that this rank is to apply, each with the number of the state it was closed on; 0: none here."""
         self._news = threading.Condition()
-        self._routes: dict[Member, tuple[str, ...]] = {}
-        """Addresses of the lanes of members of the attempt, as far as we sent them something."""
+        self._moved = MovedBytes(terms.stall_s / 16, lambda size_bytes: self._head.on_moved(size_bytes))
+        self.sender = PartSender(link, terms.stall_s, self._lost, self._moved.count, lambda: self.key)
 
     # ------------------------------------------------------------ for the training side (any thread)
 
@@ -151,7 +146,7 @@ class Lane(ExchangeTasks):
         piece = terms.layout.fragments[fragment]
         work = self.work = LanePayloads(begin, me, piece, terms.codecs, terms.max_norm_ratio, terms.radial)
         self._header = header
-        self._routes = {member: self._routes[member] for member in begin.receivers if member in self._routes}
+        self.sender.keep(begin.receivers)
         self._precedence = Precedence(terms.stall_s / 4)  # streams of an attempt before this hold up nobody
         if self._contribution is not None:
             work.take_own(self._contribution)
@@ -160,23 +155,37 @@ class Lane(ExchangeTasks):
         self._open_outlets(work, work.owned())
 
     def repair(self, repair: m.Repair) -> None:
-        """Owners of parts changed: open streams for the parts of this lane that are ours since."""
+        """Owners of parts changed: open streams for the parts of this lane that are ours since, and end those that
+        nobody waits for any more: a slow uplink has better to do."""
         work = self.work
-        if work is not None and work.key == (repair.version, repair.attempt):
-            self._open_outlets(work, work.repair(repair.generation, repair.spans))
+        if work is None or work.key != (repair.version, repair.attempt):
+            return
+        gained = work.repair(repair.generation, repair.spans)
+        ours = set(work.owned())
+        for outlets in self._outlets:
+            if not outlets.parts & ours:
+                outlets.end()
+        if work.me in repair.gone:
+            self._end_contribution()
+        self._open_outlets(work, gained)
 
     def drop(self) -> None:
         """Drop the attempt in this lane. Streams with all parts averaged go on to their end: others may need them."""
         for outlets in self._outlets:
             if outlets.waiting:
-                for stream in outlets.streams:
-                    stream.cancel()
+                outlets.end()
         self._outlets = []
+        self._end_contribution()
         self.work = None
+
+    def _end_contribution(self) -> None:
+        for stream in self._contributing:
+            stream.cancel()
+        self._contributing = []
 
     def send_contribution(self, effect: m.SendContribution) -> None:
         """Stream this lane's encoded parts of a span to their owner."""
-        self._spawn(self._send_contribution(effect))
+        self._contributing.append(self._spawn(self._send_contribution(effect)))
 
     def fold(self, key: Key, part: int, omitted: Sequence[str]) -> None:
         """Average a part that we own and this lane holds."""
@@ -314,12 +323,12 @@ class Lane(ExchangeTasks):
                 for index in parts:
                     if index == parts[len(parts) // 2]:
                         failpoints.hit("mid-contribution")
-                    part = Part(index, await _encoded(contribution.parts, index))
+                    part = Part(index, await encoded(contribution.parts, index))
                     out()
                     yield part
 
         failpoints.hit("before-contribution")
-        await self._stream(effect.to, self._headed(Kind.CONTRIBUTION, effect.generation), wanted, flow)
+        await self.sender.send(effect.to, self._headed(Kind.CONTRIBUTION, effect.generation), wanted, flow)
         failpoints.hit("after-contribution")
 
     def _open_outlets(self, work: LanePayloads, parts: Sequence[int]) -> None:
@@ -336,73 +345,17 @@ class Lane(ExchangeTasks):
         for member in work.begin.receivers:
             if member.peer != work.me:
                 flow = partial(outlets.flow, partial(fitted, member.peer), self._precedence, set())
-                outlets.streams.append(self._spawn(self._stream(member, header, parts, flow)))
+                outlets.streams.append(self._spawn(self.sender.send(member, header, parts, flow)))
         self._outlets.append(outlets)
 
     def _headed(self, kind: Kind, generation: int) -> StreamHeader:
         assert self._header is not None
         return replace(self._header, kind=kind, generation=generation)
 
-    async def _stream(
-        self,
-        to: Member,
-        header: StreamHeader,
-        parts: Sequence[int],
-        flow: Callable[[Sequence[int]], AsyncGenerator[Part]],
-    ) -> None:
-        """Send parts to the lanes that hold them there, from the start again when a line breaks: the receiver ignores
-        what it has."""
-        if not parts:
-            return
-        for _ in range(MAX_STREAM_TRIES):
-            addresses = await self._lanes_of(to)
-            if addresses is not None:
-                break
-            await asyncio.sleep(STREAM_PAUSE_S)
-        else:
-            return
-        lanes = len(addresses)
-        each = [(address, [part for part in parts if part % lanes == lane]) for lane, address in enumerate(addresses)]
-        await asyncio.gather(*(self._send(to, address, header, partial(flow, some)) for address, some in each if some))
-
-    async def _lanes_of(self, member: Member) -> tuple[str, ...] | None:
-        """The addresses of a member's lanes; None: it does not answer."""
-        if member not in self._routes:
-            try:
-                others = await self.link.lanes(member.address, self.terms.stall_s)
-            except (LinkDown, LinkSlow, LinkRefused):
-                self._head.on_lost(member)
-                return None
-            self._routes[member] = others or (member.address,)
-        return self._routes[member]
-
-    async def _send(
-        self, to: Member, address: str, header: StreamHeader, parts: Callable[[], AsyncGenerator[Part]]
-    ) -> None:
-        """Send parts to one lane, from the start again when the line breaks, damages them or is early."""
-        key = header.version, header.attempt
-        what = f"{header.kind.name.lower()} of {header.version}/{header.attempt} to {to.peer}"
-        for _ in range(MAX_STREAM_TRIES):
-            reply = m.Reply.DAMAGED
-            try:
-                reply = await self.link.send_parts(address, header, parts(), self.terms.stall_s)
-            except LinkDown:
-                self._head.on_lost(to)
-            except LinkSlow as error:
-                logger.info("%s: %s", what, error)
-                return
-            except LinkRefused as error:
-                logger.info("%s: %s", what, error)
-                reply = error.reply
-            if reply is not m.Reply.OK:
-                logger.debug("%s: %s", what, reply.name)
-            if reply not in (m.Reply.DAMAGED, m.Reply.TOO_EARLY) or self.work is None:
-                return
-            await asyncio.sleep(STREAM_PAUSE_S)
-            if self.work is None or self.work.key != key:
-                return
-
     # ------------------------------------------------------------ receiving
+
+    def _lost(self, member: Member) -> None:
+        self._head.on_lost(member)
 
     @property
     def _head(self) -> LaneEvents:
@@ -426,12 +379,23 @@ class Lane(ExchangeTasks):
                 if reply is not m.Reply.OK:
                     return reply
         except LinkRefused as error:
+            if error.reply is m.Reply.STALE:
+                return error.reply
             if error.reply is not m.Reply.DAMAGED:
                 self._refuse(key, header.sender.peer, str(error))
             elif work.damaged(header.sender.peer) >= MAX_STREAM_TRIES:
                 self._refuse(key, header.sender.peer, str(error), offence=False)
             raise
         return m.Reply.OK
+
+    def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
+        """Note bytes that have arrived in this lane, of a part that may take long to be complete. Raises LinkRefused
+        when the attempt is over."""
+        work = self.work
+        if work is None or work.key != (header.version, header.attempt):
+            raise LinkRefused(m.Reply.STALE, "that attempt is over here")
+        if work.knows(header.sender.peer):
+            self._moved.count(size_bytes)
 
     def _refuse(self, key: Key, sender: str, reason: str, offence: bool = True) -> m.Reply:
         """Report parts to the exchange that are no good: the attempt does not wait for better ones."""
@@ -488,10 +452,3 @@ class Lane(ExchangeTasks):
             return content_hash(mean)
 
         return await self._loop.run_in_executor(self._stepper, checked)
-
-
-async def _encoded(parts: Sequence[bytes], index: int) -> bytes:
-    """A part of the lane's contribution, once it is encoded; another thread waits for it."""
-    if isinstance(parts, Encoded) and parts.ready(index):
-        return parts[index]
-    return await asyncio.to_thread(parts.__getitem__, index)

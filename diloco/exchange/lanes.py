@@ -169,7 +169,7 @@ class RemoteLane:
         if method == "failed":
             self._head.failed(ResourceError(f"rank {self._rank} of this island failed: {arguments[0]}", SEE))
             return None
-        assert method in ("on_event", "on_lost", "admit")
+        assert method in ("on_event", "on_moved", "on_lost", "admit")
         return getattr(self._head, method)(*arguments)
 
     def _gone(self, error: ResourceError) -> None:
@@ -252,7 +252,7 @@ class Lanes:
     @property
     def send_bps(self) -> int:
         """Upload rate of all lanes together, bits per second; 0, unknown, while that of any of them is."""
-        rates = [self.own.link.send_bps, *(lane.send_bps for lane in self.others)]
+        rates = [self.own.sender.link.send_bps, *(lane.send_bps for lane in self.others)]
         return sum(rates) if all(rates) else 0
 
 
@@ -273,6 +273,9 @@ class RemoteExchange:
 
     def on_event(self, event: m.Event, content: bytes = b"") -> None:
         self._channel.post("on_event", event, content)
+
+    def on_moved(self, size_bytes: int) -> None:
+        self._channel.post("on_moved", size_bytes)
 
     def on_lost(self, member: Member) -> None:
         self._channel.post("on_lost", member)
@@ -304,8 +307,8 @@ class LaneService(Service):
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
         return await self._lane.on_parts(header, parts)
 
-    def on_bytes(self, header: StreamHeader) -> None:
-        """Refuses raw bytes at a lane: a round counts parts."""
+    def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
+        self._lane.on_bytes(header, size_bytes)
 
     async def on_envelope(self, envelope: m.Envelope) -> m.Reply:
         raise _not_here()

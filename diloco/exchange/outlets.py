@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s
+from diloco.compress.encoding import Encoded
 from diloco.protocol.streams import Part
 
 
@@ -71,6 +72,7 @@ class Outlets:
     """
 
     def __init__(self, parts: Sequence[int]) -> None:
+        self.parts = frozenset(parts)
         self.waiting = set(parts)
         """Parts that are not averaged yet."""
         self.streams: list[asyncio.Task[None]] = []
@@ -84,6 +86,11 @@ class Outlets:
         self._ready.append(part)
         news, self._news = self._news, asyncio.Event()
         news.set()
+
+    def end(self) -> None:
+        """End the streams: no receiver needs the parts from this lane any more."""
+        for stream in self.streams:
+            stream.cancel()
 
     async def flow(
         self, fitted: Callable[[Part], Part], precedence: Precedence, sent: set[int], wanted: Collection[int]
@@ -105,3 +112,31 @@ class Outlets:
                 await precedence.turn()
                 sent.add(part.index)
             yield fitted(part)
+
+
+class MovedBytes:
+    """Count of the bytes that others took from a lane and brought to it, reported now and then.
+
+    Args:
+        pause_s: between two reports, at least; what comes meanwhile is in the next.
+    """
+
+    def __init__(self, pause_s: float, report: Callable[[int], None]) -> None:
+        self._pause_s, self._report = pause_s, report
+        self._bytes = 0
+        self._reported_at_s = -math.inf
+
+    def count(self, size_bytes: int) -> None:
+        """Count bytes that moved in the lane just now."""
+        self._bytes += size_bytes
+        if self._bytes and monotonic_s() - self._reported_at_s >= self._pause_s:
+            self._reported_at_s = monotonic_s()
+            self._report(self._bytes)
+            self._bytes = 0
+
+
+async def encoded(parts: Sequence[bytes], index: int) -> bytes:
+    """A part of the lane's contribution, once it is encoded; another thread waits for it."""
+    if isinstance(parts, Encoded) and parts.ready(index):
+        return parts[index]
+    return await asyncio.to_thread(parts.__getitem__, index)

@@ -37,8 +37,8 @@ class ExchangeService(Service):
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> Reply:
         return await self.exchange.lane.on_parts(header, parts)
 
-    def on_bytes(self, header: StreamHeader) -> None:
-        """Refuses raw bytes at the exchange: a round counts parts, and one that is late is repaired around."""
+    def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
+        self.exchange.lane.on_bytes(header, size_bytes)
 
     def on_hello(self) -> Welcome:
         machine, terms = self.exchange.machine, self._terms

@@ -58,6 +58,9 @@ class LaneEvents(Protocol):
     def on_event(self, event: m.Event, content: bytes = b"") -> None:
         """Takes an event of a lane. `content`: for a part of a mean, its `content_hash`."""
 
+    def on_moved(self, size_bytes: int) -> None:
+        """So many bytes more came to a lane from other peers, or were taken by them."""
+
     def on_lost(self, member: Member) -> None:
         """A lane's stream to this member broke."""
 
@@ -142,6 +145,10 @@ class LanePayloads:
         if kind is Kind.MEAN:
             return self.owners.get(part) == sender
         return self.owners.get(part) == self.me and sender in self._contributors
+
+    def knows(self, peer: str) -> bool:
+        """Whether a peer contributes to the lane's attempt: nobody else has anything to send."""
+        return peer in self._contributors
 
     def put_contribution(self, sender: str, part: int, payload: bytes) -> None:
         """Keep in the lane a contribution checked by `expects`. A part that is averaged already takes no more."""

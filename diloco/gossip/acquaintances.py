@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from diloco.base.types import Member, Phase, Progress
-from diloco.protocol.messages import Acquaintance
+from diloco.protocol.greetings import Acquaintance
 
 MAX_KNOWN = 4095
 """Other peers in the table: with this peer as many as one message may hold. Beyond it the longest unheard go."""

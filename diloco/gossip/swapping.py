@@ -42,7 +42,7 @@ from diloco.outer.line import Line
 from diloco.outer.state import OuterState
 from diloco.peer.terms import serve_bps_of
 from diloco.protocol import messages as m
-from diloco.protocol.messages import Acquaintance, Greeting, Invite
+from diloco.protocol.greetings import Acquaintance, Greeting, Invite
 from diloco.protocol.roster import Admission
 from diloco.protocol.streams import Kind, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.endpoint import Runtime
@@ -414,7 +414,7 @@ class Swapping(ExchangeTasks):
             raise
         return m.Reply.OK
 
-    def on_bytes(self, header: StreamHeader) -> None:
+    def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
         """Prolong the swap's deadline: on a slow line one part may take longer than `stall_s`."""
         if (swap := self._swaps.awaited(header.sender, header.version, header.kind is Kind.ANSWER)) is not None:
             self._swaps.moved(swap, monotonic_s(), self._stall_s)

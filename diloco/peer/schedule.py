@@ -96,10 +96,13 @@ class RunEnd:
         return turns * self.fragments - (0 if self.may_leave_progress else 1)
 
     def on_commit(self, commit: Commit, copied: bool = False) -> None:
-        """The peer has applied this commit. One that copied the state after the end takes no part in the final sync."""
+        """The peer has applied this commit. One that copied a later state than that of the version that has the tokens
+        takes no part in the final sync."""
         self.version = commit.version
         if commit.tokens >= self.total_tokens and self.last_version is None:
-            self.last_version = commit.version + (0 if copied else self.further_versions(commit))
+            before = commit.tokens - sum(counted.tokens for counted in commit.counted)
+            late = copied and before >= self.total_tokens
+            self.last_version = commit.version + (0 if late else self.further_versions(commit))
 
     @property
     def finishing(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ class Contributor:
         self._rules, self._timing, self._post = rules, timing, post
         self.offer: m.Offer | None = None
         self.reduction: Reduction | None = None
+        self.moved_bytes = 0
+        """Bytes that this peer has received, and others have taken from it, in rounds so far."""
         self._exposed = False
         """Others have bytes of our contribution and may count it."""
         self._held: list[str] = []
@@ -45,7 +48,7 @@ class Contributor:
 
     @property
     def moves(self) -> bool:
-        """Whether parts of the reduction under way arrived lately."""
+        """Whether bytes of the reduction under way moved here lately."""
         reduction = self.reduction
         return reduction is not None and self._post.now - reduction.progress_at_s < self._timing.stall_s
 
@@ -65,7 +68,19 @@ class Contributor:
             return False
         alive = {member.peer for member in self.membership.alive()}
         owed = reduction.owners_of_absent() - (alive - reduction.gone)
-        return not owed and self._post.now - reduction.progress_at_s <= self._timing.stall_s
+        return not owed and self.moves
+
+    def goes_on_without(self, peer: str) -> bool:
+        """Whether the reduction under way was repaired around this peer."""
+        return self.reduction is not None and peer in self.reduction.gone
+
+    def still_s(self) -> float:
+        """Seconds since bytes of the reduction under way moved anywhere, as far as heartbeats tell; inf: none is."""
+        reduction = self.reduction
+        if reduction is None:
+            return math.inf
+        others = [member.peer for member in reduction.begin.receivers]
+        return self._post.now - max(reduction.progress_at_s, self.membership.moved_at_s(others))
 
     def took_s(self, version: int) -> float | None:
         """Seconds since the reduction of that version began; None: it is not under way here."""
@@ -164,7 +179,7 @@ class Contributor:
         self._post.emit(m.RepairReduction(body))
         for part in ready:
             self._average(reduction, part)
-        if reduction.contributes and self.offer is not None:
+        if reduction.contributes:  # though the offer was withdrawn meanwhile: others count it
             self._contribute(reduction, moved)
 
     def on_contribution(self, event: m.ContributionArrived) -> None:
@@ -219,25 +234,40 @@ class Contributor:
 
     # ------------------------------------------------------------ bytes that do not come
 
+    def on_tick(self, event: m.Tick) -> None:
+        """Note that bytes moved: a part may take longer than any peer may be still."""
+        if event.moved_bytes > self.moved_bytes:
+            self.moved_bytes = event.moved_bytes
+            if self.reduction is not None:
+                self.reduction.moved(self._post.now)
+
     def check(self) -> None:
-        """When parts do not come, send `Stalled` to the coordinator, which repairs the attempt or gives it up."""
+        """When parts do not come, send `Stalled` to the coordinator, which repairs the attempt or gives it up.
+
+        Who does not move is left out after `stall_s`, who moves and is far slower than most (`Reduction.look`) then.
+        """
         reduction, now, membership = self.reduction, self._post.now, self.membership
         if reduction is None:
             return
-        silent = now - reduction.progress_at_s
-        stall_s = self._timing.stall_s
+        silent, stall_s = now - reduction.progress_at_s, self._timing.stall_s
+        grace_s, alone_s = self._rules.policy.at(self.chain.making, ending=False).bytes_grace(self.chain.sync_s)
+        reduction.look(now, max(grace_s, stall_s), max(alone_s, stall_s))
+        late, attempt = now > reduction.until_s, self.acceptor.attempt
         waited_for = set(reduction.contributors) - reduction.gone
         members = [member for member in reduction.begin.receivers if member.peer in waited_for]
         dead = [member.peer for member in members if not membership.lives(member)]
-        if silent > 3 * stall_s:
-            attempt = self.acceptor.attempt
+        if self.still_s() > 3 * stall_s:
             self._post.next_attempt(attempt + 1, f"attempt {attempt} made no progress for {silent:.1f} s")
+        elif now > reduction.until_s + 3 * stall_s:
+            self._post.next_attempt(attempt + 1, f"attempt {attempt} is not over long after most were done")
         elif dead and self.coordinator.began(reduction.begin):
             self.coordinator.repair(dead, f"{', '.join(dead)} died in the reduction")
-        elif silent > stall_s and not reduction.complete and now - self._complained_at > stall_s:
+        elif (late or silent > stall_s) and not reduction.complete and now - self._complained_at > stall_s:
             self._complained_at = now
-            stalled = m.Stalled(*reduction.key, reduction.missing(), f"no bytes for {silent:.1f} s")
-            self._post.send(self.acceptor.seat(self.acceptor.attempt), stalled)
+            took_s = now - reduction.began_at_s
+            reason = f"slower than most, after {took_s:.1f} s" if late else f"no bytes for {silent:.1f} s"
+            stalled = m.Stalled(*reduction.key, reduction.missing(), reason, still=not late)
+            self._post.send(self.acceptor.seat(attempt), stalled)
 
     # ------------------------------------------------------------ moving on
 

@@ -65,8 +65,8 @@ class Coordinator:
         attempt = self.acceptor.attempt
         self._entered_at = self._post.now
         self._tally = Tally(attempt) if leads else None
-        for member in self.chain.view if leads else ():
-            self._post.send(member, m.Gather(self.chain.making, attempt, reason))
+        if leads:
+            self._post.send_all(self.chain.view, m.Gather(self.chain.making, attempt, reason))
 
     def on_ready(self, sender: Member, body: m.Ready) -> None:
         """Count a promise, and the offer with it."""
@@ -155,7 +155,10 @@ class Coordinator:
     # ------------------------------------------------------------ failures in a reduction
 
     def on_stalled(self, sender: Member, body: m.Stalled) -> None:
-        """Repair the reduction around those whose bytes do not come, or give the attempt up."""
+        """Repair the reduction around those whose bytes do not come, or give the attempt up.
+
+        Who moves elsewhere is no reason: it may wait for others' bytes itself, or its uplink serves others first.
+        """
         tally = self._tally
         if tally is None or body.key != (self.chain.making, self.acceptor.attempt):
             return
@@ -163,28 +166,40 @@ class Coordinator:
         if tally.begin is None or not member or (tally.proposal is not None and body.missing):
             return
         reason = f"{sender.peer}: {body.reason}"
+        missing = [peer for peer in body.missing if not (body.still and self._moves(peer))]
+        cut_off = body.still and len(body.missing) > len(tally.begin.contributors) // 2
         if body.offence or not body.missing:
             self._abort(tally, body.missing, reason, body.offence)
-        elif len(body.missing) > len(tally.begin.contributors) // 2:
-            self.repair((sender.peer,), f"{reason} from most others")  # it is the one that is cut off
-        else:
-            self.repair(body.missing, reason)
+        elif cut_off and missing == [*body.missing]:
+            self.repair((sender.peer,), f"{reason} from most others")
+        elif missing and not cut_off and not self.contributor.goes_on_without(sender.peer):
+            self.repair(missing, reason)
+
+    def _moves(self, peer: str) -> bool:
+        """Whether bytes moved at a peer, as far as its heartbeats tell, since another began to wait for `stall_s`."""
+        if peer == self.membership.me.peer:
+            return self.contributor.moves
+        return self._post.now - self.membership.moved_at_s((peer,)) < self._timing.stall_s / 2
 
     def repair(self, lost: Sequence[str], reason: str) -> None:
-        """As coordinator, send `Repair`: the attempt goes on without `lost`, parts still missing get other owners."""
+        """As coordinator, send `Repair`: the attempt goes on without `lost`, parts still missing get other owners.
+
+        If this peer is one of them, it gives away all its parts: it may have made their means, which others lack.
+        """
         tally, reduction = self._tally, self.contributor.reduction
         assert tally is not None
         if reduction is None:
             self._abort(tally, lost, reason)
             return
-        gone = reduction.gone | set(lost)
-        if reduction.complete or gone == reduction.gone:
+        gone, me = reduction.gone | set(lost), self.membership.me.peer
+        lacking = reduction.absent | (reduction.parts_of(me) if me in lost else set())
+        if not lacking or gone == reduction.gone:
             return
         left = [peer for peer in reduction.contributors if peer not in gone]
         if not left:
             self._abort(tally, sorted(gone), reason)
             return
-        owners = respan(as_spans(reduction.owner), reduction.absent, gone, left, tally.send_bps(left))
+        owners = respan(as_spans(reduction.owner), lacking, gone, left, tally.send_bps(left))
         generation, making, attempt = reduction.generation + 1, self.chain.making, self.acceptor.attempt
         tally.repair = m.Repair(making, attempt, generation, tuple(sorted(gone)), tuple(owners), reason)
         self._post.send_all(tally.audience, tally.repair)
@@ -232,7 +247,8 @@ class Coordinator:
         """As coordinator, ask witnesses to vote when every live trainer accepted the commit, or does not answer."""
         membership = self.membership
         others = [member for member in membership.trainers_alive() if member != membership.me]
-        patient = self._post.now - tally.proposed_at_s < self._timing.stall_s
+        stall_s = self._timing.stall_s
+        patient = self._post.now - tally.proposed_at_s < stall_s or self.contributor.still_s() < stall_s
         if tally.witnesses_asked or (patient and any(member.peer not in tally.accepts for member in others)):
             return
         tally.witnesses_asked = True
@@ -310,7 +326,7 @@ class Coordinator:
         elif lost and away and stall_s < waited_s <= 2 * stall_s:
             self.mean_lost_with = tuple(sorted(away))
             self._post.note(f"{MEAN_LOST} {', '.join(self.mean_lost_with)}")
-        elif waited_s > 3 * stall_s:
+        elif min(waited_s, self.contributor.still_s()) > 3 * stall_s:
             self._post.next_attempt(attempt + 1, f"the proposal of attempt {attempt} was not accepted")
 
     def announce(self, commit: Commit, audience: Sequence[Member]) -> None:

@@ -34,6 +34,7 @@ from diloco.protocol.acceptor import Acceptor
 from diloco.protocol.chain import Chain
 from diloco.protocol.contributor import Contributor
 from diloco.protocol.coordinator import Coordinator
+from diloco.protocol.greetings import Greeting, Invite
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.membership import Membership
 from diloco.protocol.post import Post
@@ -139,7 +140,7 @@ class Machine:
         sender, body, membership, chain = envelope.sender, envelope.body, self._membership, self._chain
         if membership.gone:
             return m.Reply.STALE
-        if isinstance(body, m.Greeting | m.Invite):
+        if isinstance(body, Greeting | Invite):
             return m.Reply.MALFORMED  # it is of another policy
         if isinstance(body, m.Evict):
             return membership.evict(envelope, body)
@@ -306,7 +307,8 @@ class Machine:
 
     # ------------------------------------------------------------ sequences of several roles
 
-    def _on_tick(self, _: m.Tick) -> None:
+    def _on_tick(self, event: m.Tick) -> None:
+        self._contributor.on_tick(event)
         self._membership.beat()
         self._lineage.found_if_complete()
         if self._chain.commit is None:

@@ -15,6 +15,7 @@ from diloco.protocol.view import Electorate, Rules, Timing
 if TYPE_CHECKING:
     from diloco.protocol.acceptor import Acceptor
     from diloco.protocol.chain import Chain
+    from diloco.protocol.contributor import Contributor
     from diloco.protocol.lineage import Lineage
 
 
@@ -23,6 +24,7 @@ class Membership:
 
     acceptor: Acceptor
     chain: Chain
+    contributor: Contributor
     lineage: Lineage
 
     def __init__(self, me: Member, founder: bool, rules: Rules, timing: Timing, post: Post) -> None:
@@ -74,6 +76,10 @@ class Membership:
         near = max(self._rules.backlog_versions - 1, 0)
         known = {member.peer for member in self.alive()}
         return [member for member in self.roster.at_the_door(near, self._post.now) if member.peer not in known]
+
+    def moved_at_s(self, peers: Collection[str]) -> float:
+        """Time at which bytes of a round last moved at one of these peers, as they say themselves."""
+        return self.roster.moved_at_s(peers)
 
     def votes(self) -> tuple[str, ...]:
         """Leavers for whom this peer votes."""
@@ -135,7 +141,8 @@ class Membership:
         chain, now = self.chain, self._post.now
         tokens = chain.commit.tokens if chain.commit else 0
         founded, deaf = chain.commit is not None, self.roster.deaf(now)
-        beat = m.Heartbeat(chain.version, founded, self.joining, self.progress, tokens, self.lineage.forks, deaf)
+        forks, moved_bytes = self.lineage.forks, self.contributor.moved_bytes
+        beat = m.Heartbeat(chain.version, founded, self.joining, self.progress, tokens, forks, deaf, moved_bytes)
         self.roster.forget({member.peer for member in chain.view}, now)
         self.admission.forget({entry.member.peer for entry in self.roster})
         known = [entry.member for entry in self.roster if not entry.left]
@@ -192,7 +199,7 @@ class Membership:
         """Note that a peer has left the roster, and who votes for it from now on."""
         self.roster.left(sender.peer)
         self._post.note(f"{sender.peer} left")
-        if body.version > self.chain.making:
+        if self.chain.commit is None or body.version > self.chain.making:
             self._bequests[sender.peer] = (sender, body)  # it speaks of a view that we do not know yet
         else:
             self._bequeath(sender, body)

@@ -1,6 +1,6 @@
 """Plain values of the protocol: messages, events and effects.
 
-*Messages* travel between peers inside an `Envelope`; those of the policy `gossip` are `Greeting` and `Invite`. *Events*
+*Messages* travel between peers inside an `Envelope`; those of the policy `gossip` are in `greetings`. *Events*
 are all that can happen to the state machine of `diloco.protocol.machine`; *effects* are all that it can ask for.
 """
 
@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import Annotated, Final
 
 from diloco.base.types import Commit, Counted, MaxLength, Member, MinValue, Progress, StateVersion
+from diloco.protocol.greetings import Greeting, Invite
 
 MAX_REASON: Final = 4096
 Reason = Annotated[str, MaxLength(MAX_REASON, cut=True)]
@@ -61,6 +62,8 @@ class Heartbeat:
     """The lineages that led to the sender's, oldest first."""
     deaf: bool = False
     """The sender has heard nobody for its `suspect_s`: nobody shall wait for it."""
+    moved_bytes: int = 0
+    """Bytes that the sender has received, and others have taken from it, in the rounds of this life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,8 @@ class Stalled(OfAttempt):
     reason: Reason
     offence: bool = False
     """The bytes came, and no honest peer sends such bytes."""
+    still: bool = False
+    """Nothing moves at the sender: peers that move elsewhere may come to it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,38 +203,6 @@ class Evict:
     """The life that was in the view when the operator evicted it. The next may be there when the message arrives."""
 
 
-@dataclass(frozen=True, slots=True)
-class Acquaintance:
-    """A peer's report of its own progress, as other peers pass it on (policy `gossip`)."""
-
-    member: Member
-    beat: int
-    """Counts the reports of one life of the peer: the later one holds."""
-    progress: Progress
-    """Its tokens are those of all lives of the peer that its weights come from."""
-    spread: float = -1.0
-    """Between the two peers of its last swap (`diloco.gossip.pairing.spread`); negative: it had none yet."""
-    age_s: Annotated[float, MinValue(0)] = 0.0
-    """Age of the report, summed by the peers that passed it on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Greeting:
-    """The peers that the sender knows (policy `gossip`)."""
-
-    known: tuple[Acquaintance, ...]
-    """The sender first."""
-    answer: bool  # to a greeting: it asks for none back
-
-
-@dataclass(frozen=True, slots=True)
-class Invite:
-    """Asks for a swap of weights (policy `gossip`). The reply is OK when the receiver awaits the sender's parts."""
-
-    number: int  # counts the swaps that the sender led in this life, from 1
-    sender: Acquaintance
-
-
 Body = (
     Heartbeat | Ready | Gather | Begin | Stalled | Repair | Abort | Propose | Accept | Committed | Goodbye | Evict
     | Greeting | Invite
@@ -277,6 +250,9 @@ class Reply(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Tick:
     """The driver's clock has advanced: deadlines and resends are due."""
+
+    moved_bytes: int = 0
+    """Bytes that this peer has received, and others have taken from it, in rounds so far."""
 
 
 @dataclass(frozen=True, slots=True)

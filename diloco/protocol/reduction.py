@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from diloco.base.types import Commit, Counted, Member, Omitted
 from diloco.protocol.messages import Begin, Offer, Ready, Repair, Span
-from diloco.protocol.view import as_spans, owner_of_parts
+from diloco.protocol.view import SLOWER, as_spans, owner_of_parts
 
 
 class Tally:
@@ -103,7 +103,13 @@ class Reduction:
         self.begin = begin
         self.key = begin.key
         self.me = me
-        self.began_at_s = self.progress_at_s = now
+        self.began_at_s = self.progress_at_s = self._since_s = now
+        self.until_s = math.inf
+        """Time until which the reduction waits for peers that still owe something, however they move (`look`)."""
+        self._most_at_s = math.inf
+        """Time since which most peers owe nothing."""
+        self._owed: set[str] = set()
+        """Peers that owed something, since the reduction began or was repaired."""
         self.mean_digest = ""
         self.generation = 0
         self.gone: frozenset[str] = frozenset()
@@ -126,6 +132,10 @@ class Reduction:
     def owners_of_absent(self) -> set[str]:
         """Other owners that still owe parts of the reduction's mean."""
         return {self.owner[part] for part in self.absent} - {self.me}
+
+    def parts_of(self, owner: str) -> set[int]:
+        """Parts of the reduction that this peer owns."""
+        return {part for part, peer in self.owner.items() if peer == owner}
 
     def contribution(self, sender: str, part: int, now: float) -> bool:
         """Note that `sender`'s `part` is here for the reduction. True when the part waits for nobody else."""
@@ -158,7 +168,9 @@ class Reduction:
         """
         self.generation = repair.generation
         self.gone |= frozenset(repair.gone)
-        self.progress_at_s = now
+        self.progress_at_s = self._since_s = now
+        self.until_s = self._most_at_s = math.inf
+        self._owed = set()
         after = owner_of_parts(repair.spans)
         moved = {part: owner for part, owner in after.items() if self.owner[part] != owner}
         self.owner = after
@@ -173,10 +185,35 @@ class Reduction:
 
     def missing(self) -> tuple[str, ...]:
         """Peers that the reduction waits for: contributors to my parts first, then owners of parts of the mean."""
-        late = {peer for awaited in self._unfinished().values() for peer in awaited} - self.gone
-        if not late:
-            late = self.owners_of_absent()
-        return tuple(sorted(late - {self.me}))
+        return tuple(sorted(self._late_contributors() or self.owners_of_absent()))
+
+    def _late_contributors(self) -> set[str]:
+        """Contributors that the reduction still waits for, to parts of mine."""
+        late = {peer for awaited in self._unfinished().values() for peer in awaited}
+        return late - self.gone - {self.me}
+
+    def moved(self, now: float) -> None:
+        """Note that bytes of parts moved in the reduction, here."""
+        self.progress_at_s = now
+
+    def look(self, now: float, grace_s: float, alone_s: float) -> None:
+        """Set `until_s`: how long the reduction waits for a few, when most peers owe nothing more.
+
+        That is `grace_s` longer than others took, or `SLOWER` times as long: no constant says how long bytes may take.
+        Where nobody else owed anything, so that there is nothing to compare with, it is `alone_s`. For half of all
+        peers or more it has no end: without their votes there is no commit.
+        """
+        owed = self.missing()
+        self._owed.update(owed)
+        if not owed or 2 * len(owed) >= len(self.begin.receivers):
+            self.until_s = self._most_at_s = math.inf
+            return
+        self._most_at_s = min(self._most_at_s, now)
+        took_s = self._most_at_s - self._since_s
+        others = len(self._owed) > len(owed)
+        wait_s = max(grace_s, SLOWER * took_s) if others else alone_s
+        # An owner may itself wait for a contributor, and is the first to complain of that.
+        self.until_s = self._most_at_s + wait_s * (2 if others and not self._late_contributors() else 1)
 
     def _unfinished(self) -> dict[int, set[str]]:
         """Contributors that the reduction still waits for, for each part of mine that is not averaged yet."""

@@ -3,6 +3,7 @@ live (`Roster`). Time comes in as an argument and is this machine's own monotoni
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ class RosterEntry:
     """Time at which the life came onto the roster."""
     answered_at_s: float | None = None
     """Time at which it last answered a message of ours; None: it never did. To be heard is another matter."""
+    moved_at_s: float = -math.inf
+    """Time at which a heartbeat first had its latest count of bytes that moved in rounds."""
     unreachable: bool = False
     """Nothing could be delivered to it since it answered last."""
     left: bool = False
@@ -145,6 +148,8 @@ class Roster:
         known.member = member
         known.heard_at_s = now
         if heartbeat is not None:
+            if known.heartbeat is not None and heartbeat.moved_bytes > known.heartbeat.moved_bytes:
+                known.moved_at_s = now
             known.heartbeat, known.lag = heartbeat, version - heartbeat.version
 
     def _succeeds(self, member: Member, known: RosterEntry, now: float) -> bool:
@@ -249,6 +254,10 @@ class Roster:
         if known is None or known.member.incarnation != member.incarnation or self.barred(member.peer):
             return None
         return known.heard_at_s
+
+    def moved_at_s(self, peers: Collection[str]) -> float:
+        """Time at which bytes last moved at one of these peers, as their heartbeats on the roster say."""
+        return max((entry.moved_at_s for entry in self if entry.member.peer in peers), default=-math.inf)
 
     def at_the_door(self, max_lag: int, now: float) -> list[Member]:
         """Live peers on the roster that ask to join, by name: who was reached, and lagged at most `max_lag` versions

@@ -7,7 +7,8 @@ from enum import IntEnum
 from typing import Annotated, Final
 
 from diloco.base.types import Commit, HexDigest, MaxLength, Member, MinLength, MinValue, StateVersion
-from diloco.protocol.messages import Acquaintance, Fork
+from diloco.protocol.greetings import Acquaintance
+from diloco.protocol.messages import Fork
 
 CHUNK_BYTES = 1 << 20
 """Most payload bytes in one message; gRPC's default limit of 4 MiB per message stays in force."""

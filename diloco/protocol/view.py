@@ -20,6 +20,11 @@ from diloco.protocol.messages import Fork, Span
 
 # ---------------------------------------------------------------- settings
 
+EARLY_DEADLINES = 4
+"""Match deadlines after which fewer than half close a version under `sync`, for the others may live and hang."""
+SLOWER = 3.0
+"""Times as long as others took, after which a peer that still owes bytes is left out of a version."""
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -36,6 +41,13 @@ class Policy:
     """The grace of a quorum lasts for as long as none of it would have to wait: `async`."""
     sync_versions: int = 0
     """The first so many versions close as under `sync`."""
+
+    def bytes_grace(self, sync_s: float) -> tuple[float, float]:
+        """Seconds that a contributor's bytes may come later than others'; and that they may take where there are none
+        to compare with: some times as long as versions take of late (`sync_s`; 0: unknown), within bounds."""
+        grace_s = self.match_deadline_s if self.quorum_peers is None else self.grace_s
+        most_s = EARLY_DEADLINES * self.match_deadline_s
+        return grace_s, min(max(EARLY_DEADLINES * grace_s, SLOWER * sync_s), most_s) if sync_s else most_s
 
     def at(self, version: int, ending: bool) -> Policy:
         """The policy by which a coordinator closes one version. The last ones, for which nobody trains any more, close
@@ -152,9 +164,10 @@ class Electorate:
         self._heirs |= dict.fromkeys(leavers, heir)
 
     def voters(self) -> set[str]:
-        """Members of the view that may still vote."""
-        living = {member.peer for member in self._view if (member.peer, member.incarnation) not in self._dead}
-        return living - self.evicted
+        """Members of the view that may still vote, and leavers whose heir may, dead or not."""
+        lost = self.evicted | {member.peer for member in self._view if (member.peer, member.incarnation) in self._dead}
+        bequeathed = {peer for peer in lost - self.evicted if self._heirs.get(peer, peer) not in lost}
+        return {member.peer for member in self._view} - (lost - bequeathed)
 
     def needed(self) -> int:
         """Number of votes that decide in the view."""
@@ -264,9 +277,6 @@ def as_spans(owner: Mapping[int, str]) -> list[Span]:
 
 
 # ---------------------------------------------------------------- the group of a version
-
-EARLY_DEADLINES = 4
-"""Match deadlines after which fewer than half close a version under `sync`, for the others may live and hang."""
 
 
 @dataclass(frozen=True, slots=True)

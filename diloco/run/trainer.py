@@ -64,6 +64,8 @@ class TrainerLeases(RunReader):
     def copied(self, commit: Commit | None, before: Commit | None) -> None:
         """Have the trainer read in the blocks leased to it at the version of a copied state."""
         before = self._commit or before
+        if commit is None:  # a resumed run, not founded anew yet: the lease stays, and what was read of it stays used
+            self._line.trained.blocks = self.blocks.used
         if commit is None or commit is before:
             return
         self._commit = commit

@@ -17,7 +17,7 @@ from diloco.base.types import Closed
 from diloco.config.site import Site
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import CHUNK_BYTES, Kind, Limits, Part, StateOffer, StreamHeader, Welcome
-from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service, untold
 from diloco.transport.pace import Outbox, RateLimit
 
 T = TypeVar("T")
@@ -100,11 +100,16 @@ class _MemoryLink(Link):
         return await self._ask(address, self._rpc_s, lambda service: service.on_envelope(envelope))
 
     async def send_parts(
-        self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
+        self,
+        address: str,
+        header: StreamHeader,
+        parts: AsyncGenerator[Part],
+        stall_s: float,
+        taken: Callable[[int], None] = untold,
     ) -> Reply:
         host = self._network.host(address)
         batches: asyncio.Queue[list[Part]] = asyncio.Queue(1)
-        answer = host.call(lambda service: service.on_parts(header, _arriving(batches, host)))
+        answer = host.call(lambda service: service.on_parts(header, _arriving(batches, header, host)))
         outbox = Outbox(parts)
         answer.add_done_callback(lambda _: outbox.close())
         try:
@@ -113,6 +118,7 @@ class _MemoryLink(Link):
                 self._network.sent_bytes[header.kind] += size_bytes
                 await asyncio.sleep(self._limit.delay_s(size_bytes, monotonic_s()))
                 await _put(batches, batch, answer, stall_s)
+                taken(size_bytes)
             await _put(batches, [], answer, stall_s)
             return await _outcome(address, answer, stall_s)
         finally:
@@ -185,8 +191,11 @@ async def _put(
         raise LinkSlow(f"no progress for {stall_s:g} s")
 
 
-async def _arriving(batches: asyncio.Queue[list[Part]], host: _MemoryProcess) -> AsyncIterator[Part]:
+async def _arriving(
+    batches: asyncio.Queue[list[Part]], header: StreamHeader, host: _MemoryProcess
+) -> AsyncIterator[Part]:
     while batch := await batches.get():
+        host.service.on_bytes(header, sum(len(part.payload) for part in batch))
         for part in batch:
             await host.awake.wait()
             _check_sizes([part.payload], host.service.max_part_bytes)

@@ -29,7 +29,7 @@ from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import Limits, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.address import join_address, split_address
 from diloco.transport.grpc_server import REPLY_KEY, parsed, progress
-from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, untold
 from diloco.transport.pace import Outbox, RateLimit, Uplink
 from diloco.wire import convert
 from diloco.wire.chunks import MESSAGE_BYTES, MessageSize, PartAssembler, cut
@@ -56,6 +56,10 @@ _FIRST_MESSAGE_BYTES = 1 << 19
 """Most payload of a stream's first message: the network may have become slow since the last stream. At 1 Mb/s it takes
 4 s."""
 
+KEEP_ALIVE_S = 20.0
+"""A stream that has nothing to send for so long sends an empty message. Before a mean is made a slow link may need
+minutes for the contributions, and `serve` ends a stream that is silent for a minute."""
+
 M = TypeVar("M")
 
 
@@ -77,6 +81,7 @@ class GrpcLink(Link):
         self._connections: dict[str, _Connections] = {}
         """By address."""
         self._swept_s = monotonic_s()
+        self._progress = _Progress()
         """When unused addresses were last forgotten."""
         self._limit = RateLimit(send_bps)
         self._uplink = Uplink(send_bps)
@@ -91,7 +96,12 @@ class GrpcLink(Link):
         return _reply(await self._ask(address, lambda peer: peer.Deliver(request, timeout=self._rpc_s)))
 
     async def send_parts(
-        self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
+        self,
+        address: str,
+        header: StreamHeader,
+        parts: AsyncGenerator[Part],
+        stall_s: float,
+        taken: Callable[[int], None] = untold,
     ) -> Reply:
         first = parts_pb2.SendPartsRequest(header=convert.header_to_wire(header))
         self._uplink.begin(header.version)
@@ -103,7 +113,7 @@ class GrpcLink(Link):
                         call = connections.peer(connection).SendParts()  # type: ignore[call-arg]  # may be left out
                         size = connections.sizes[connection]
                         size.message_bytes = min(size.message_bytes, _FIRST_MESSAGE_BYTES)
-                        sending = _Sending(call, stall_s, self._limit, self._uplink, size)
+                        sending = _Sending(call, stall_s, self._limit, self._uplink, size, self._progress, taken)
                         streams.append(asyncio.create_task(sending.run(first, outbox)))
                     for stream in asyncio.as_completed(streams):
                         if (reply := await stream) is not Reply.OK:
@@ -277,12 +287,20 @@ def channel_credentials(keys: Keys) -> grpc.ChannelCredentials:
 
 
 @dataclass
+class _Progress:
+    """Time at which a receiver took something, over all gRPC streams of a link."""
+
+    moved_at_s: float = -math.inf
+
+
+@dataclass
 class _Sending:
     """One gRPC stream that sends parts to a peer.
 
     Progress is a message that gRPC took from us, or word from the receiver that it took some: with buffers between
-    the two, either alone may pause for longer than `stall_s` on a slow link. Waiting for parts, or for the turn that
-    `limit` gives, is our own business. What the receiver takes while more is there for it goes to `uplink`.
+    the two, either alone may pause for longer than `stall_s` on a slow link. As long as others take something, this
+    stream may only wait for its share of the uplink. Waiting for parts, or for the turn that `limit` gives, is our own
+    business. What the receiver takes while more is there for it goes to `uplink`.
     """
 
     call: grpc.aio.StreamStreamCall[parts_pb2.SendPartsRequest, parts_pb2.SendPartsReply]
@@ -290,6 +308,9 @@ class _Sending:
     limit: RateLimit
     uplink: Uplink
     size: MessageSize
+    others: _Progress
+    """Progress of all streams of the link."""
+    taken: Callable[[int], None]
     moved_at_s: float = field(default_factory=monotonic_s)
     """When there was progress last."""
     pausing: bool = False
@@ -306,7 +327,8 @@ class _Sending:
         try:
             unfinished: set[asyncio.Task[Any]] = {writing, answering}
             while not answering.done():
-                left_s = self.stall_s if self.pausing else self.moved_at_s + self.stall_s - monotonic_s()
+                moved_at_s = max(self.moved_at_s, self.others.moved_at_s)
+                left_s = self.stall_s if self.pausing else moved_at_s + self.stall_s - monotonic_s()
                 if left_s <= 0:
                     raise LinkSlow(f"no progress for {self.stall_s:g} s")
                 _, unfinished = await asyncio.wait(unfinished, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
@@ -338,7 +360,14 @@ class _Sending:
             if outbox.starved:
                 self.fed_since_s = math.inf
             with self._pause():
-                parts = await outbox.take(self.size.message_bytes)
+                try:
+                    async with asyncio.timeout(KEEP_ALIVE_S):
+                        parts = await outbox.take(self.size.message_bytes)
+                except TimeoutError:
+                    parts = None
+            if parts is None:
+                yield parts_pb2.SendPartsRequest(chunks=parts_pb2.Chunks())
+                continue
             self.fed_since_s = min(self.fed_since_s, monotonic_s())
             self.sent_bytes += sum(len(part.payload) for part in parts)
             if not parts:
@@ -366,7 +395,8 @@ class _Sending:
                 return reply.reply
             if not taken_bytes < reply.taken_bytes <= self.sent_bytes:
                 continue  # a report of no progress, or of bytes that were never sent
-            now_s = self.moved_at_s = monotonic_s()
+            now_s = self.moved_at_s = self.others.moved_at_s = monotonic_s()
+            self.taken(reply.taken_bytes - taken_bytes)
             fed = full and self.fed_since_s <= reported_at_s
             self.size.measured(reply.taken_bytes - taken_bytes, now_s - reported_at_s, fed)
             if fed:

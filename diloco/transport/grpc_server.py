@@ -198,8 +198,9 @@ class _Handlers(PeerServicer):
         while (request := await self._read(context)) is not None:
             if request.WhichOneof("content") != "chunks":
                 raise LinkRefused(Reply.MALFORMED, "a stream of parts has one header")
+            before_bytes = assembler.taken_bytes
             joined = parsed(assembler.join, request.chunks)
-            self._service.on_bytes(header)
+            self._service.on_bytes(header, assembler.taken_bytes - before_bytes)
             for part in joined:
                 yield part
             if monotonic_s() - reported_at_s >= REPORT_S:

@@ -7,7 +7,7 @@ that it takes, and a caller that fetches passes how much it expects.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from diloco.base.types import Closed
@@ -39,6 +39,10 @@ PROBE_S = 1.0
 """Seconds within which a listening process takes a connection on loopback."""
 
 
+def untold(size_bytes: int) -> None:
+    """Takes the bytes that the receiver of a stream of parts took, where nobody asks."""
+
+
 class Link(Protocol):
     """A peer's calls to others by network address. All have deadlines and raise LinkDown, LinkSlow or LinkRefused."""
 
@@ -50,9 +54,17 @@ class Link(Protocol):
         """Deliver one message to the peer at a network address; returns the receiver's reply code."""
 
     async def send_parts(
-        self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
+        self,
+        address: str,
+        header: StreamHeader,
+        parts: AsyncGenerator[Part],
+        stall_s: float,
+        taken: Callable[[int], None] = untold,
     ) -> Reply:
-        """Send parts to a network address in one stream; returns the receiver's reply code. Closes `parts` at last."""
+        """Send parts to a network address in one stream; returns the receiver's reply code. Closes `parts` at last.
+
+        `taken`: called with the number of bytes whenever the receiver has taken more.
+        """
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
         """Ask the peer at a network address for the welcome that a joiner needs."""
@@ -101,8 +113,11 @@ class Service(Protocol):
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> Reply:
         """Answer a call of `Link.send_parts`: consume `parts` as they arrive; not reading slows the connection down."""
 
-    def on_bytes(self, header: StreamHeader) -> None:
-        """Called when more bytes of a `Link.send_parts` stream have arrived, whether or not they complete a part."""
+    def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
+        """Called when more bytes of a `Link.send_parts` stream have arrived, whether or not they complete a part.
+
+        Raises LinkRefused when they are of no use any more: `on_parts` meets it where it reads.
+        """
 
     def on_hello(self) -> Welcome:
         """Answer a call of `Link.hello` with this peer's welcome. Raises LinkRefused (TOO_EARLY) before it has one."""

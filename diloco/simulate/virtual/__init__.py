@@ -10,7 +10,8 @@ Read in this order:
     world.py        the processes of one plan, and the end that all must come to
     process.py      one life of a peer, with observers at its seams; endpoint.py: its place on the network
     training.py     inner steps that are noise on 6,000 numbers
-    network.py      messages, calls and streams that are late, lost, doubled, cut off, damaged
+    network.py      messages and calls that are late, lost, doubled, cut off, damaged
+    streams.py      parts on their way, in pieces
     wires.py        bandwidth, tunnels and damaged bytes
     disk.py         files that survive a loss of power, or not; checkpoints.py: what it keeps of them
     faults.py       what each fault does; operator.py: what a person does about it

@@ -8,11 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from diloco.base.errors import DilocoError
-from diloco.simulate.virtual.timeline import WORK_S, Died
+from diloco.simulate.virtual.timeline import Died
 from diloco.storage.saving import Saver
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
+
+WRITING_SHARE = 0.4
+"""Time after which a checkpoint is written, as a share of a round: inner steps come before it."""
 
 
 class SimulatedSaving:
@@ -28,16 +31,19 @@ class SimulatedSaving:
     def _begin(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         self._saver._writing = future
+        records = self._process.records
+        records.begins()
 
         def write() -> None:
             try:
                 self._done = partial(future.set_result, work())
+                records.complete()
             except DilocoError as error:
                 self._done = partial(future.set_exception, error)
             self._process.loop.call_later(self._process.disk.owed(), self._end)
 
         self._work = write
-        self._process.loop.call_later(WORK_S, self._write)
+        self._process.loop.call_later(WRITING_SHARE * self._process.world.plan.round_s, self._write)
         return future
 
     def _write(self) -> None:

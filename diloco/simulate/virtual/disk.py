@@ -13,9 +13,13 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 from diloco.base.files import Disk
 from diloco.simulate.virtual.timeline import Died
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.oracle.records import SavedProgress
 
 FIRST = "first"
 """Folder beside that of the disk: a copy of it with its first checkpoint."""
@@ -39,8 +43,14 @@ class SimulatedDisk:
         """Time that a sync takes."""
         self.last_syncs = -1
         """Syncs that are left before a death in the middle of a checkpoint; below 0: there is none."""
+        self.tears: Callable[[], None] | None = None
+        """Ends the process in the middle of the next record of its ledger."""
         self.loses = False
         """Something that was written to it was not kept."""
+        self.saved: list[SavedProgress] = []
+        """Contents of all checkpoints that were begun on it."""
+        self.durable = -1
+        """Version of the newest checkpoint that must be there, whatever happens to its machine."""
         self.put_away: list[Path] = []
         """Folders of disks that were taken out."""
         self._owed_s = 0.0
@@ -51,10 +61,14 @@ class SimulatedDisk:
         """Names in each folder, by its inode, that are on the disk for certain, and the inodes that they name."""
 
     def append(self, descriptor: int, path: Path, data: bytes) -> None:
-        """Write to a file of the disk. Half of the data is there, and OSError is raised, when it is full."""
-        if self.full:
+        """Write to a file of the disk. Half of the data is there, and OSError is raised, when it is full;
+        or the process dies."""
+        if self.full or self.tears is not None:
             self.loses = True
             os.write(descriptor, data[: len(data) // 2])
+            if self.tears is not None:
+                dies, self.tears = self.tears, None
+                dies()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.write(descriptor, data)
 
@@ -75,6 +89,19 @@ class SimulatedDisk:
             self._note(path, status)
         if path.name == "checkpoints" and not self._copy.exists():
             shutil.copytree(self.folder, self._copy)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is written and synced now is kept for certain."""
+        return not (self.full or self.broken or self.lying)
+
+    def certain(self, path: Path) -> bool:
+        """Whether a file is there after a loss of power with all its bytes, or a folder with all its names."""
+        if path.is_dir():
+            known = self._names.get(path.stat().st_ino, {})
+            return all(one.name in known for one in path.iterdir() if not one.name.startswith("."))
+        status = path.stat()
+        return self._synced.get(status.st_ino, 0) >= status.st_size
 
     def owed(self) -> float:
         """Seconds that syncs took since the last call: whoever asked for them has to wait so long."""
@@ -158,11 +185,12 @@ class SimulatedDisk:
         data = bytearray(path.read_bytes())
         data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
         path.write_bytes(data)
+        self.durable = -1
         return True
 
     def go_back(self) -> None:
         """Somebody brings back an old copy of the disk, with the first checkpoint on it."""
-        self.loses = True
+        self.loses, self.durable = True, -1
         if self._copy.exists():
             shutil.rmtree(self.folder)
             shutil.copytree(self._copy, self.folder)
@@ -175,6 +203,7 @@ class SimulatedDisk:
     def cloned(self) -> SimulatedDisk:
         """A copy of this disk in another machine."""
         other = self._successor()
+        other.saved = [*self.saved]
         if self.folder.exists():
             shutil.copytree(self.folder, other.folder)
             other.settle()

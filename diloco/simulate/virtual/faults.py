@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING
 
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.disk import SYNCS, SimulatedDisk
-from diloco.simulate.virtual.plans.plan import CHECKPOINT_S, FLIPPED, FUSE_S, IN_CHECKPOINT, NO_CLOCK, Fault
+from diloco.simulate.virtual.plans.plan import (
+    CHECKPOINT_S,
+    FLIPPED,
+    FORMER,
+    FUSE_S,
+    IN_CHECKPOINT,
+    IN_RECORD,
+    NO_CLOCK,
+    Fault,
+)
 from diloco.simulate.virtual.process import SimulatedProcess
+from diloco.simulate.virtual.schedules import SimulatedDuel, SimulatedMuffle
 from diloco.simulate.virtual.wires import SimulatedCut
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.network import SimulatedCall
     from diloco.simulate.virtual.world import SimulatedWorld
 
 
@@ -47,6 +56,9 @@ def _kill(world: SimulatedWorld, fault: Fault) -> bool:
     if fault.how == IN_CHECKPOINT:
         host.syncs_to_death = world.dice.randrange(SYNCS)
         world.after(CHECKPOINT_S, host.die, "killed")
+    elif fault.how == IN_RECORD:
+        host.disk.tears = partial(host.die, "in the middle of a record")
+        world.after(FUSE_S, host.die, "killed")
     elif fault.how:
         host.fuse = FaultFuse(fault.how, partial(host.die, fault.how))
         world.after(FUSE_S, host.die, "killed")
@@ -85,58 +97,17 @@ def _sever(world: SimulatedWorld, fault: Fault, what: str, near: list[str], far:
     return True
 
 
-class SimulatedDuel:
-    """The fault "duel": two attempts propose, and of each one member alone hears, which no other hears of at first.
+def _muffle(world: SimulatedWorld, fault: Fault) -> bool:
+    world.log("", "some messages are HELD BACK until their receivers have gone on")
+    world.after(fault.for_s, SimulatedMuffle(world, fault).end)
+    return True
 
-    So promises of a third attempt name two commits, as they seldom do by chance. An agreement must take the later one.
-    """
 
-    def __init__(self, world: SimulatedWorld) -> None:
-        self.world, self._send = world, world.network.send
-        self._chosen: dict[tuple[str, int], str] = {}
-        """By the commit that a proposal follows, and its attempt: who hears of it."""
-        self._cut: SimulatedCut | None = None
-        world.network.send = self.send  # type: ignore[method-assign]
-
-    def send(self, call: SimulatedCall, envelope: m.Envelope) -> None:
-        """Let a message pass that is no proposal that others should not hear of, and no vote for one."""
-        body, caller, target = envelope.body, call.caller.name, call.address.partition(":")[0]
-        if isinstance(body, m.Propose):
-            chosen = self._choice(envelope, body, target)
-            passes = chosen in (target, "")
-        else:
-            chosen = self._chosen.get((envelope.view, body.attempt), "") if isinstance(body, m.Accept) else ""
-            passes = chosen != caller
-        if passes:
-            self._send(call, envelope)
-
-    def _choice(self, envelope: m.Envelope, proposal: m.Propose, target: str) -> str:
-        """The member that hears of a proposal; empty: all do."""
-        place = envelope.view, proposal.attempt
-        begun = next(iter(self._chosen), place)
-        if begun[0] != place[0] or (len(self._chosen) > 1 and place not in self._chosen):
-            return ""
-        if place not in self._chosen:
-            if target.startswith("w") or target in self._chosen.values():
-                return "nobody"
-            self._chosen[place] = target
-            self.world.log(target, f"ALONE hears of attempt {proposal.attempt} at version {proposal.version}")
-            self.world.after(2 * self.world.plan.delay_s, self._alone, target)
-        return self._chosen[place]
-
-    def _alone(self, member: str) -> None:
-        """The first of the two members is cut off until the second has its proposal."""
-        if self._cut is None:
-            self._cut = SimulatedCut(frozenset((member,)), "both", reset=False)
-            self.world.network.sever(self._cut)
-        elif self._cut in self.world.network.cuts:
-            self.world.network.cuts.remove(self._cut)
-
-    def end(self) -> None:
-        """All hear of everything again."""
-        del self.world.network.send
-        if self._cut in self.world.network.cuts:
-            self.world.network.cuts.remove(self._cut)
+def _half(world: SimulatedWorld, fault: Fault) -> bool:
+    """The fault "half": an owner dies when its means have reached another peer, and not the coordinator."""
+    world.halving[fault.peer] = fault.how
+    world.after(fault.for_s, world.halving.pop, fault.peer, None)
+    return True
 
 
 def _duel(world: SimulatedWorld, fault: Fault) -> bool:
@@ -319,7 +290,7 @@ def _resume(world: SimulatedWorld, fault: Fault) -> bool:
 
 
 def _evict(world: SimulatedWorld, fault: Fault) -> bool:
-    world.operator.evict(fault.peer)
+    (world.operator.evict_former if fault.how == FORMER else world.operator.evict)(fault.peer)
     return True
 
 
@@ -330,6 +301,8 @@ _STRIKES: Mapping[str, Callable[[SimulatedWorld, Fault], bool]] = {
     "cut": _cut,
     "link": _link,
     "duel": _duel,
+    "muffle": _muffle,
+    "half": _half,
     "late": _late,
     "twin": _twin,
     "stranger": _stranger,

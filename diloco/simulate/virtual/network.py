@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from diloco.base.types import Closed, Member
 from diloco.protocol.messages import Accept, Envelope, Propose, Reply
 from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, ProcessId, StateOffer, StreamHeader, Welcome
+from diloco.simulate.virtual.streams import SimulatedStream
 from diloco.simulate.virtual.wires import (
     RETRANSMIT_S,
     SimulatedCut,
     SimulatedDeadlines,
     SimulatedUplinks,
     arrives,
-    bytes_in,
     check_means,
     check_sizes,
     flipped,
@@ -27,7 +27,7 @@ from diloco.simulate.virtual.wires import (
     state_chunk,
     taking,
 )
-from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service, untold
 from diloco.transport.pace import Outbox
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ T = TypeVar("T")
 
 LATE_SHARE = 0.3
 """Share of late messages, for a peer some of whose messages come late."""
-DAMAGED_SHARE = 0.3
-"""Share of damaged batches of parts, for a peer whose streams are damaged."""
 FLIPPED_SHARE, BROKEN_SHARE = 0.2, 0.3
 """Share of the calls with a flipped bit, for a peer whose messages are damaged; share of those in which TLS finds it,
 and the connection breaks."""
@@ -308,73 +306,7 @@ class SimulatedNetwork:
             process.loop.create_task(process.service.on_envelope(envelope))
 
 
-# ---------------------------------------------------------------- streams
-
-
-class SimulatedStream:
-    """Parts on their way from one simulated peer to another, in order; one batch at a time."""
-
-    def __init__(self, network: SimulatedNetwork, caller: SimulatedProcess, address: str, header: StreamHeader) -> None:
-        self._network, self._caller, self._address, self._header = network, caller, address, header
-        self._arrived: list[Sequence[Part] | LinkRefused] = []
-        self._news: asyncio.Future[None] | None = None
-        self._taken: asyncio.Future[None] | None = None
-        """Done when the receiver has taken the batch under way."""
-
-    async def carry(self, batch: Sequence[Part], stall_s: float) -> None:
-        """Send a batch; returns when the receiver has taken it, or the stream is over. Raises LinkSlow."""
-        taken = self._taken = self._caller.loop.create_future()
-        network, sender = self._network, self._caller.name
-        delay_s = network.latency(sender, name_at(self._address))
-        if network.uplinks.limited and batch:
-            delay_s += network.uplinks.takes_s(sender, bytes_in(batch), network.world.now)
-        network.world.after(delay_s, self._cross, batch, taken)
-        stalled = LinkSlow(f"{self._address}: no progress for {stall_s:g} s")
-        late = self._caller.loop.call_later(stall_s, self.over, stalled)
-        try:
-            await taken
-        finally:
-            late.cancel()
-
-    def over(self, error: LinkSlow | None = None) -> None:
-        """The batch under way is taken, or will never be."""
-        if self._taken is None or self._taken.done():
-            return
-        if error is None:
-            self._taken.set_result(None)
-        else:
-            self._taken.set_exception(error)
-
-    def _cross(self, batch: Sequence[Part], taken: asyncio.Future[None]) -> None:
-        network, sender = self._network, self._caller
-        if taken.done() or sender.loop.dead:
-            return
-        if network.cuts and not network.connected(sender.name, name_at(self._address)):
-            network.world.after(RETRANSMIT_S, self._cross, batch, taken)
-            return
-        damaged = batch and sender.name in network.damaging and network.dice.random() < DAMAGED_SHARE
-        if damaged:
-            network.world.count("damaged streams")
-        self._arrived.append(LinkRefused(Reply.DAMAGED, "damaged on the way") if damaged else batch)
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-
-    async def arriving(self, receiver: Service) -> AsyncIterator[Part]:
-        """The parts, in the process that receives them."""
-        while True:
-            while not self._arrived:
-                self._news = asyncio.get_running_loop().create_future()
-                await self._news
-            batch = self._arrived.pop(0)
-            if isinstance(batch, LinkRefused):
-                raise batch
-            receiver.on_bytes(self._header)
-            for part in batch:
-                check_sizes([part.payload], receiver.max_part_bytes)
-                yield part
-            self.over()
-            if not batch:
-                return
+# ---------------------------------------------------------------- links
 
 
 class SimulatedLink(Link):
@@ -400,16 +332,21 @@ class SimulatedLink(Link):
             call.end()
 
     async def send_parts(
-        self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
+        self,
+        address: str,
+        header: StreamHeader,
+        parts: AsyncGenerator[Part],
+        stall_s: float,
+        taken: Callable[[int], None] = untold,
     ) -> Reply:
-        stream = SimulatedStream(self._network, self._process, address, header)
+        stream = SimulatedStream(self._network, self._process, address, header, taken)
         call = SimulatedCall(self._process, address, lambda s: s.on_parts(header, stream.arriving(s)), stream=True)
         self._network.call(call)
         outbox = Outbox(self._process.lies(header, address, parts))
 
         def over(_: Any) -> None:
             outbox.close()
-            stream.over()
+            stream.end()
 
         call.answer.add_done_callback(over)
         single = self._network.dice.random() < SINGLE_SHARE or self._network.uplinks.limited
@@ -435,7 +372,7 @@ class SimulatedLink(Link):
 
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
         found = await self._ask(address, stall_s, lambda service: service.on_fetch_commits(since))
-        await arrives(self._network, self._process.name, address, found, stall_s)
+        found = await arrives(self._network, self._process.name, address, found, stall_s)
         check_means([closed.parts for closed in found], limits)
         return found
 
@@ -443,7 +380,7 @@ class SimulatedLink(Link):
         payloads = await self._ask(address, stall_s, lambda service: service.on_fetch_mean(mean_digest))
         if payloads is None:
             raise LinkRefused(Reply.STALE, f"{address}: that mean is not here")
-        await arrives(self._network, self._process.name, address, payloads, stall_s)
+        payloads = await arrives(self._network, self._process.name, address, payloads, stall_s)
         check_means([payloads], limits)
         return list(payloads)
 
@@ -458,7 +395,7 @@ class SimulatedLink(Link):
             payload = await self._ask(address, stall_s, state_chunk(digest, index), more=index != chunks[0])
             if payload is None:
                 raise LinkRefused(Reply.STALE, f"{address}: chunk {index} of that state is not here")
-            await arrives(self._network, self._process.name, address, payload, stall_s)
+            payload = await arrives(self._network, self._process.name, address, payload, stall_s)
             check_sizes([payload], max_chunk_bytes)
             yield index, payload
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from diloco.base.errors import TicketError, UnreachableError, UsageError
+from diloco.base.types import Member
+from diloco.protocol import messages as m
 from diloco.run.operate import evict
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.plans.setup import RPC_S
@@ -47,6 +50,13 @@ class SimulatedOperator:
     def evict(self, peer: str) -> None:
         """Declare a peer dead, if none of its processes is what the members take it for."""
         self._spawn(lambda: self._evict_early(peer))
+
+    def evict_former(self, peer: str) -> None:
+        """Declare the life of a peer dead that was there before the present one, to all: the word of it comes late."""
+        host = self.world.hosts.get(peer)
+        former = self.world.machines.former_life(host) if host is not None and host.alive else None
+        if former is not None:
+            self._spawn(lambda: self._tell_all(peer, former))
 
     def resume(self) -> None:
         """`diloco peer --resume`: the peer with the latest checkpoint founds the run anew, the others join it."""
@@ -182,6 +192,17 @@ class SimulatedOperator:
             await evict(self._link(), self.world.hosts[member].address, peer, entry["incarnation"])
         except (UnreachableError, TicketError, UsageError) as error:
             self.world.log("", f"the eviction of {peer} is not heard: {error}")
+
+    async def _tell_all(self, peer: str, incarnation: int) -> None:
+        link, operator = self._link(), Member(self.name, 0, "")
+        for host in self._running():
+            if not host.up or host.name == peer or host.machine.commit is None:
+                continue
+            rules, lineage = host.machine.rules, host.machine.lineage
+            envelope = m.Envelope(rules.run, rules.contract, lineage, operator, "", 0, m.Evict(peer, incarnation))
+            self.world.log("", f"the operator tells {host.name} late that a former life of {peer} is over")
+            with suppress(LinkDown, LinkSlow, LinkRefused):
+                await link.deliver(host.address, envelope)
 
     def _start_all(self) -> None:
         """Start all simulated peers whom the founder waits for and who are not there."""

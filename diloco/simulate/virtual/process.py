@@ -33,10 +33,12 @@ from diloco.run.witness import witnessed
 from diloco.simulate.virtual.checkpoints import SimulatedSaving
 from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint
 from diloco.simulate.virtual.network import SimulatedLink
+from diloco.simulate.virtual.oracle.applied import SimulatedSteps
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.progress import SimulatedProgress
-from diloco.simulate.virtual.plans.lies import falsified, omitting, other_mean
-from diloco.simulate.virtual.plans.plan import OMITS
+from diloco.simulate.virtual.oracle.records import SimulatedRecords
+from diloco.simulate.virtual.plans.lies import falsified, omitting, other_mean, others_parts
+from diloco.simulate.virtual.plans.plan import MEDDLES, OMITS
 from diloco.simulate.virtual.plans.setup import RPC_S
 from diloco.simulate.virtual.timeline import Died, ProcessLoop
 from diloco.simulate.virtual.training import SimulatedTraining
@@ -66,6 +68,8 @@ class SimulatedProcess:
         self.link = SimulatedLink(world.network, self, RPC_S)
         self.disk = world.disks[name]
         self.saving: SimulatedSaving | None = None
+        self.records = SimulatedRecords(self)
+        self.steps: SimulatedSteps
         self.first: SimulatedProcess | None = None
         """Another process in the same folder, which was started before this one."""
         self.thawed_s = 0.0
@@ -168,6 +172,7 @@ class SimulatedProcess:
         if not self.alive:
             return
         self.loop.die()
+        self.disk.tears = None
         self.close_files()
         self.world.log(self.name, f"DIES ({why})")
         self.world.network.died(self)
@@ -316,10 +321,13 @@ class SimulatedProcess:
         def handled(event: m.Event, now: float) -> list[m.Effect]:
             effects = handle(event, now)
             self._seen(effects)
+            invariants.conduct.on_event(self, event)
+            if isinstance(event, m.MeanArrived):
+                self.world.mean_arrived(self, event)
             return effects
 
         def received(envelope: m.Envelope, now: float) -> tuple[m.Reply, list[m.Effect]]:
-            heeded = gate.heeds(self, envelope)
+            heeded, before = gate.heeds(self, envelope), invariants.conduct.before(self)
             reply, effects = receive(envelope, now)
             self.world.log_reply(envelope, self, reply)
             gate.on_message(self, envelope, reply, heeded)
@@ -327,6 +335,7 @@ class SimulatedProcess:
                 self.world.promise.evicted.add((envelope.body.peer, envelope.body.incarnation))
             self.world.promise.on_message(self, envelope, reply)
             self._seen(effects)
+            invariants.conduct.on_message(self, envelope, reply, effects, before)
             return reply, effects
 
         def performed(effects: Sequence[m.Effect]) -> None:
@@ -360,6 +369,8 @@ class SimulatedProcess:
                 case m.Resync(source, discarded_tokens):
                     invariants.on_resync(self, source, discarded_tokens)
         invariants.on_machine(self)
+        invariants.reductions.on_effects(self, effects)
+        invariants.conduct.on_effects(self, effects)
 
     def _burn(self, effect: m.Effect, when: str) -> None:
         """Let a fault strike that waited for this effect: before it, or once it is on its way."""
@@ -377,10 +388,10 @@ class SimulatedProcess:
         assert isinstance(life, PeerLife)
         peer = life.peer
         progress = self.progress = SimulatedProgress(self, peer.line, peer.journal)
+        self.steps = SimulatedSteps(self, peer)
         journal, exchange = peer.journal, peer.exchange
         opened, committed, adopted, discarded = journal.opened, journal.committed, journal.adopted, journal.discarded
-        closed = journal.closed
-        offer, exchanged, line = exchange.offer, life.exchanged, peer.line
+        closed, offer, exchanged, line = journal.closed, exchange.offer, life.exchanged, peer.line
 
         def on_opened(contract: Any) -> None:
             progress.opened()
@@ -416,10 +427,13 @@ class SimulatedProcess:
 
         def on_exchanged() -> Life[Sequence[Closed] | Skip]:
             self.waiting_since_s = self.world.now
+            progress.begins_round()
             try:
-                return (yield from exchanged())
+                outcome = yield from exchanged()
             finally:
                 self.waited_s, self.waiting_since_s = self.waited(self.world.now), None
+            progress.given(outcome)
+            return outcome
 
         journal.opened, journal.committed = on_opened, on_committed  # type: ignore[method-assign]
         journal.adopted, journal.discarded = on_adopted, on_discarded  # type: ignore[method-assign]
@@ -460,6 +474,9 @@ class SimulatedProcess:
                 yield replace(part, omitted=tuple(map(names.index, omitted)))
             else:
                 yield part
+            if self.lie == MEDDLES:
+                for index in others_parts(work, part.index, self.name):
+                    yield replace(part, index=index, payload=other_mean(part.payload))
 
     # ------------------------------------------------------------ what others ask
 

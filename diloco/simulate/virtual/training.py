@@ -37,12 +37,13 @@ class SimulatedTraining:
         self.usage = Throughput(None, None, 1, Phases(torch.device("cpu")))
         self._step_s = plan.round_s / STEPS / plan.speed(int(process.name[1:]))
         self._reader: TrainerLeases | None = None
+        self._data = SimulatedData()
         self.steps = 0
         """Inner steps of this life."""
 
     def reader(self, line: Line, checkpoint: Checkpoint | None) -> TrainerLeases:
         """The reader of the simulated peer's leased data, as a trainer has it."""
-        self._reader = TrainerLeases(SimulatedData(), SEED, line, checkpoint)  # type: ignore[arg-type]
+        self._reader = TrainerLeases(self._data, SEED, line, checkpoint)  # type: ignore[arg-type]
         return self._reader
 
     def step_s(self) -> float:
@@ -57,7 +58,8 @@ class SimulatedTraining:
         assert self._reader is not None
         assert self._process.progress is not None
         _, fresh = self._reader.next(1)
-        for name, noise in self._process.progress.train(1).items():
+        block = self._data.last if fresh else -1
+        for name, noise in self._process.progress.train(1, block).items():
             self.weights.parameters[name].data.add_(noise)
         return fresh
 
@@ -107,9 +109,12 @@ class SimulatedData:
 
     blocks_per_epoch = None
     fingerprint = "none"
+    last = -1
+    """The block that was read last."""
 
     def read(self, blocks: Sequence[int]) -> torch.Tensor:
         """No tokens: nobody looks at them."""
+        self.last = blocks[-1]
         return NOTHING
 
     def state_dict(self) -> dict[str, Any]:

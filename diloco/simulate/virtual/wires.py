@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -24,10 +24,16 @@ if TYPE_CHECKING:
     from diloco.simulate.virtual.plans.plan import FaultPlan
     from diloco.simulate.virtual.timeline import ProcessLoop
 
+T = TypeVar("T")
+
+DAMAGED_ANSWERS_SHARE = 0.7
+"""Share of its answers with bytes in them that are damaged."""
 RETRANSMIT_S = 0.4
 """Bytes of a stream over a path that is cut are sent again this often, as TCP does, until its deadline."""
 INSTANT_S = 1e-6
 """Shorter waits may be none to a clock that has jumped far."""
+PIECE_S, MIN_PIECE_BYTES = 0.1, 256
+"""Streams of a peer take turns on its uplink: a piece of a part goes out in so long, and is no shorter than that."""
 BUFFER_S = 0.2
 """A message waits no longer behind a peer's streams: it has a connection of its own, which gets its share."""
 
@@ -67,15 +73,26 @@ class SimulatedUplinks:
 
     def takes_s(self, peer: str, size_bytes: int, now_s: float) -> float:
         """Seconds until so many bytes have left a simulated peer, behind all that it sends already."""
-        rate = self._bytes_per_s[int(peer[1:]) % len(self._bytes_per_s)] if self._bytes_per_s else 0.0
+        rate = self._rate(peer)
         if not rate:
             return 0.0
         free_s = self._free_s[peer] = max(self._free_s.get(peer, 0.0), now_s) + size_bytes / rate
         return free_s - now_s
 
+    def pieces(self, peer: str, size_bytes: int) -> list[int]:
+        """Sizes of the pieces in which so many bytes of one stream leave a simulated peer."""
+        rate = self._rate(peer)
+        piece = max(int(rate * PIECE_S), MIN_PIECE_BYTES) if rate else max(size_bytes, 1)
+        whole, rest = divmod(size_bytes, piece)
+        return [piece] * whole + ([rest] if rest or not whole else [])
+
     def message_s(self, peer: str, now_s: float) -> float:
         """Seconds that a message of a simulated peer waits behind its streams."""
         return min(max(self._free_s.get(peer, 0.0) - now_s, 0.0), BUFFER_S) if self._bytes_per_s else 0.0
+
+    def _rate(self, peer: str) -> float:
+        """Bytes per second of a peer's uplink; 0: no limit."""
+        return self._bytes_per_s[int(peer[1:]) % len(self._bytes_per_s)] if self._bytes_per_s else 0.0
 
 
 class SimulatedDeadlines:
@@ -161,19 +178,37 @@ def state_chunk(digest: str, index: int) -> Callable[[Service], Awaitable[bytes 
     return answer
 
 
-async def arrives(network: SimulatedNetwork, asker: str, address: str, answer: object, stall_s: float) -> None:
-    """Wait for the bytes of an answer, which share the uplink of whoever gives it. Raises LinkSlow, LinkDown."""
-    source, world = name_at(address), network.world
-    if not network.uplinks.limited:
-        return
-    end_s, still_s = world.now + network.uplinks.takes_s(source, bytes_of(answer), world.now), 0.0
-    while still_s or end_s - world.now > INSTANT_S:
-        await asyncio.sleep(RETRANSMIT_S if still_s else min(end_s - world.now, RETRANSMIT_S))
-        if network.at(address) is None and source not in network.dark:
-            raise LinkDown(f"{address}: gone")
-        still_s = 0.0 if network.connected(asker, source) and network.moves(address) else still_s + RETRANSMIT_S
-        if still_s > stall_s:
-            raise LinkSlow(f"{address}: no progress for {stall_s:g} s")
+async def arrives(network: SimulatedNetwork, asker: str, address: str, answer: T, stall_s: float) -> T:
+    """Wait for the bytes of an answer, which share the uplink of whoever gives it. Returns it, damaged where that one's
+    bytes are. Raises LinkSlow, LinkDown."""
+    source, world, still_s = name_at(address), network.world, 0.0
+    for size_bytes in network.uplinks.pieces(source, bytes_of(answer)) if network.uplinks.limited else ():
+        end_s = world.now + network.uplinks.takes_s(source, size_bytes, world.now)
+        while still_s or end_s - world.now > INSTANT_S:
+            await asyncio.sleep(RETRANSMIT_S if still_s else min(end_s - world.now, RETRANSMIT_S))
+            if network.at(address) is None and source not in network.dark:
+                raise LinkDown(f"{address}: gone")
+            still_s = 0.0 if network.connected(asker, source) and network.moves(address) else still_s + RETRANSMIT_S
+            if still_s > stall_s:
+                raise LinkSlow(f"{address}: no progress for {stall_s:g} s")
+    return _damaged(network, source, answer)
+
+
+def _damaged(network: SimulatedNetwork, source: str, answer: T) -> T:
+    """An answer of which a bit was flipped before it was sent, in the memory of a peer that damages what it has."""
+    if source not in network.damaging or network.dice.random() >= DAMAGED_ANSWERS_SHARE:
+        return answer
+    network.world.count("damaged answers")
+    damaged: T = _flipped_in(answer)
+    return damaged
+
+
+def _flipped_in(answer: Any) -> Any:
+    if isinstance(answer, bytes):
+        return answer[:-1] + bytes([answer[-1] ^ 1]) if answer else answer
+    if isinstance(answer, Closed):
+        return replace(answer, parts=_flipped_in(answer.parts))
+    return [*answer[:-1], _flipped_in(answer[-1])] if isinstance(answer, list | tuple) and answer else answer
 
 
 def name_at(address: str) -> str:

@@ -37,11 +37,13 @@ from diloco.simulate.virtual.oracle.promise import SimulatedPromise
 from diloco.simulate.virtual.plans.plan import EXCHANGE_S, NO_CLOCK, Fault, FaultPlan
 from diloco.simulate.virtual.plans.setup import STEPS, SimulationSetup, most_contributions
 from diloco.simulate.virtual.process import SimulatedProcess
+from diloco.simulate.virtual.schedules import halve
 from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0
 """After the last fault everybody must be together again, and versions must close, within this time; where there are
-slow peers, within three of their rounds more. A life that its clock makes an earlier one must first be forgotten."""
+slow peers, within three of their rounds more, and where uplinks are slow, within five exchanges of the slowest more. A
+life that its clock makes an earlier one must first be forgotten."""
 FIRST_LOOK_S, OPERATOR_S = 3.0, 8.0
 """A person comes so long after the last fault where one is needed, and looks again this often."""
 MAX_HELP = 4
@@ -98,6 +100,7 @@ class SimulatedWorld:
         self.plan_names = [f"p{index}" for index in range(plan.peers)]
         """Trainers of the beginning."""
         self.heal_s = HEAL_S + 3 * (plan.longest_round_s - plan.round_s)
+        self.heal_s += 5 * plan.longest_exchange_s
         if any(fault.how == NO_CLOCK for fault in plan.faults):
             self.heal_s += FORGET_S
         if plan.total_tokens:  # all of them, by a few peers
@@ -105,6 +108,8 @@ class SimulatedWorld:
             self.heal_s += rounds * (plan.longest_round_s + EXCHANGE_S)
         self.goal = 0
         """Version that all must come to after the faults."""
+        self.halving: dict[str, str] = {}
+        """Owners about to die of the fault "half", and how."""
         self.finished: dict[str, str] = {}
         """Digest of the last state, by lineage, of those that ended with `done`."""
         self.clockless: dict[str, int] = {}
@@ -220,6 +225,11 @@ class SimulatedWorld:
         """Whether a fault has a meaning in this simulation."""
         return True
 
+    def mean_arrived(self, host: SimulatedProcess, event: m.MeanArrived) -> None:
+        """A part of a mean has reached a simulated peer."""
+        if self.halving:
+            halve(self, host, event)
+
     def versions(self) -> int:
         """Versions of the simulation's run that closed."""
         return len(self.invariants.commits)
@@ -228,10 +238,12 @@ class SimulatedWorld:
         """A simulated peer has seen the end of the run: all must have the same."""
         self.count("ends")
         line = host.line
+        self.invariants.ended += [line.commit] if line.commit is not None else []
         lineage = line.commit.lineage if line.commit else ""
         if self.finished.setdefault(lineage, run.digest) != run.digest:
             raise Violation("I1", f"{host.name} ends with another state than others")
-        if run.tokens < self.plan.total_tokens:
+        # Who resumes a run that has ended, through one that has not founded it anew, has its state and no commit of it.
+        if line.commit is not None and run.tokens < self.plan.total_tokens:
             raise Violation("I2", f"{host.name} ends after {run.tokens} tokens of {self.plan.total_tokens}")
         if line.trained.tokens:
             raise Violation("I2", f"{host.name} ends, and {line.trained.tokens} of its tokens are nowhere")

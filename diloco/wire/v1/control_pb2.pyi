@@ -352,6 +352,7 @@ class Heartbeat(_message.Message):
     COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
     DEAF_FIELD_NUMBER: _builtins.int
+    MOVED_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """version of the state held; -1: none"""
     founded: _builtins.bool
@@ -362,6 +363,8 @@ class Heartbeat(_message.Message):
     """of the chain the sender stands on"""
     deaf: _builtins.bool
     """nobody is heard"""
+    moved_bytes: _builtins.int
+    """received, and taken by others, in rounds of this life"""
     @_builtins.property
     def progress(self) -> Global___Progress: ...
     @_builtins.property
@@ -378,10 +381,11 @@ class Heartbeat(_message.Message):
         committed_tokens: _builtins.int = ...,
         forks: _abc.Iterable[Global___Fork] | None = ...,
         deaf: _builtins.bool = ...,
+        moved_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens", b"committed_tokens", "deaf", b"deaf", "forks", b"forks", "founded", b"founded", "joining", b"joining", "progress", b"progress", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens", b"committed_tokens", "deaf", b"deaf", "forks", b"forks", "founded", b"founded", "joining", b"joining", "moved_bytes", b"moved_bytes", "progress", b"progress", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -630,12 +634,15 @@ class Stalled(_message.Message):
     MISSING_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     OFFENCE_FIELD_NUMBER: _builtins.int
+    STILL_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     attempt: _builtins.int
     reason: _builtins.str
     """for people"""
     offence: _builtins.bool
     """they sent what no honest peer sends"""
+    still: _builtins.bool
+    """nothing moves here: they may move elsewhere"""
     @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -646,10 +653,11 @@ class Stalled(_message.Message):
         missing: _abc.Iterable[_builtins.str] | None = ...,
         reason: _builtins.str = ...,
         offence: _builtins.bool = ...,
+        still: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "missing", b"missing", "offence", b"offence", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "missing", b"missing", "offence", b"offence", "reason", b"reason", "still", b"still", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,6 +30,8 @@ class SimulatedAftermath:
             for life in book.lives:
                 self._check_totals(book, life)
         self._audit(books)
+        if self.invariants.ended:
+            self._check_last_versions(self.invariants.ended)
         for host in hosts:
             if host.up and host.machine.commit is not None:
                 self._check_kept(host, host.machine.commit)
@@ -45,15 +47,15 @@ class SimulatedAftermath:
 
     def _check_totals(self, book: Book, life: RecordedLife) -> None:
         """I2: a simulated life's ledger has the totals that were counted apart, record by record."""
-        found = [record.totals for record in life.records if record.kind != "gap"]
+        found = sum(record.kind != "gap" for record in life.records)
         lives = self.world.machines.lives_of(book.peer, int(life.opening["incarnation"]))
         lives = [one for one in lives if one.progress is not None]
         counted = [one.progress.booked for one in lives if one.progress is not None]
-        if not any(_in_order(found, true) for true in counted):
-            raise Violation("I2", f"the ledger of {book.peer} has totals that were not so: {found[-1]}")
+        if not any(_follow(life, true) for true in counted):
+            raise Violation("I2", f"the ledger of {book.peer} has totals that were not so: {life.records[-1].totals}")
         here = len(lives) == 1 and lives[0].disk.folder.name == book.directory.name
-        if here and not lives[0].disk.loses and len(found) != len(counted[0]):
-            raise Violation("I2", f"the ledger of {book.peer} has {len(found)} records of a life, of {len(counted[0])}")
+        if here and not lives[0].disk.loses and found != len(counted[0]):
+            raise Violation("I2", f"the ledger of {book.peer} has {found} records of a life, of {len(counted[0])}")
 
     def _audit(self, books: Sequence[Book]) -> None:
         """Audit the ledgers that all simulated lives wrote, by the code of `diloco audit`. What the dead had alone, the
@@ -64,6 +66,21 @@ class SimulatedAftermath:
                 continue
             where = f"{finding.peer}, version {finding.version}, line {finding.line} of its ledger"
             raise Violation(finding.rule, f"audit: {where}: {finding.text}")
+
+    # ------------------------------------------------------------ I4: the end of the run
+
+    def _check_last_versions(self, ended: Sequence[Commit]) -> None:
+        """I4: after the run has its tokens each fragment moves once more, so that nothing is left over."""
+        plan, commits = self.world.plan, self.invariants.commits
+        left_over = plan.overlap > 0 or plan.policy != "sync"
+        moved = []
+        for head in ended:
+            chain = [commits[digest] for digest in self.invariants.back_from(head)]
+            last = [commit for commit in chain if commit.tokens >= plan.total_tokens]
+            last = last[:-1] if left_over else last
+            moved.append({commit.fragment for commit in last if commit.fragment >= 0})
+        if max(map(len, moved)) < plan.fragments:
+            raise Violation("I4", f"the run ends when of {plan.fragments} fragments {max(moved, key=len)} moved last")
 
     # ------------------------------------------------------------ I5: what was agreed on stays
 
@@ -97,7 +114,14 @@ class SimulatedAftermath:
         return invariants.refounded[kept.lineage] in (None, kept.previous)
 
 
-def _in_order(found: Sequence[Totals], counted: Sequence[Totals]) -> bool:
-    """Whether these are among the counted ones, in their order."""
-    rest = iter(counted)
-    return all(one in rest for one in found)
+def _follow(life: RecordedLife, counted: Sequence[Totals]) -> bool:
+    """Whether a ledger's records of a life are the counted ones, from the first on, but for those that gaps tell of."""
+    place = 0
+    for record in life.records:
+        if record.kind == "gap":
+            place += int(record.fields["dropped"])
+        elif place < len(counted) and counted[place] == record.totals:
+            place += 1
+        else:
+            return False
+    return True

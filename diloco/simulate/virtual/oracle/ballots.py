@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
-from diloco.protocol.view import votes_needed
 from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.oracle.promise import quorum
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
@@ -73,6 +73,7 @@ class SimulatedBallots:
         self._since.setdefault((host.life, *ballot), host.now)
         if machine.me.peer in tally.accepts:
             self._vote(host, tally.attempt, commit, tally.accepts[machine.me.peer])
+            self._check_last(host, commit, ballot)
         uncast = tally.votes() - self._votes.get(commit.previous, {}).get(ballot, set())
         if uncast:
             names = ", ".join(sorted(uncast))
@@ -103,12 +104,29 @@ class SimulatedBallots:
         ballots = self._votes.get(commit.previous, {})
         cast = [voters for (_, digest), voters in ballots.items() if digest == commit.digest]
         votes = max((len((voters | mine) & members) for voters in cast), default=len(mine & members))
-        gone = self.world.machines.proved(host, before.view)
-        evicted = {one.peer for one in before.view if (one.peer, one.incarnation) in self.world.promise.evicted}
-        needed = votes_needed(len(members), len(gone | evicted))
-        needed = min(needed, len(members - gone - evicted)) if evicted else needed
+        needed = self._needed(host, before)
         if votes < needed:
             raise Violation("I1", f"{host.name} decides version {commit.version} with {votes} votes of {needed}")
+        if not host.holds_mean(commit.mean_digest):
+            raise Violation("I5", f"{host.name} decides version {commit.version} without its mean")
+
+    def _needed(self, host: SimulatedProcess, before: Commit) -> int:
+        """Votes that decide after a commit, by the deaths that were proven to a simulated peer."""
+        members = {member.peer for member in before.view}
+        gone = self.world.machines.proved(host, before.view)
+        evicted = {one.peer for one in before.view if (one.peer, one.incarnation) in self.world.promise.evicted}
+        needed = quorum(len(members), len(gone | evicted))
+        return min(needed, len(members - gone - evicted)) if evicted else needed
+
+    def _check_last(self, host: SimulatedProcess, commit: Commit, ballot: Ballot) -> None:
+        """Check that a simulated coordinator votes last, when its vote decides."""
+        before = self.world.invariants.commits.get(commit.previous)
+        cast = self._votes.get(commit.previous, {}).get(ballot, set())
+        if before is None or len(cast & {member.peer for member in before.view}) >= self._needed(host, before):
+            return
+        if not host.holds_mean(commit.mean_digest):
+            raise Violation("I5", f"{host.name} accepts {_name(commit, ballot[0])} without its mean")
+        raise Violation("I5", f"{host.name} votes for its own {_name(commit, ballot[0])} before the others")
 
     def _promise(self, envelope: m.Envelope, ready: m.Ready) -> None:
         """Note a simulated promise, by the commit under it: its sender may just have founded a lineage."""

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
     from diloco.simulate.virtual.world import SimulatedWorld
 
+UNNUMBERED = (
+    m.Reply.OTHER_RUN, m.Reply.OTHER_CONTRACT, m.Reply.OTHER_LINEAGE, m.Reply.FENCED, m.Reply.BARRED,
+    m.Reply.MALFORMED, m.Reply.DAMAGED,
+)  # fmt: skip
+"""Replies that refuse a message before its number is looked at."""
 Word = tuple[str, int, int]
 """Sender, its incarnation, and the number of what it said."""
 
@@ -33,6 +38,8 @@ class SimulatedAdmissions:
         self.world = world
         self._taken: defaultdict[int, set[Word]] = defaultdict(set)
         """By life. Only where anything comes twice."""
+        self._numbered: defaultdict[int, set[Word]] = defaultdict(set)
+        """By life: messages whose numbers it looked at."""
         self._offences: defaultdict[int, Counter[str]] = defaultdict(Counter)
         """By life: attempts that it gave up for what a peer sent."""
         self._logged: set[tuple[int, str, int]] = set()
@@ -49,12 +56,29 @@ class SimulatedAdmissions:
 
     def on_message(self, host: SimulatedProcess, envelope: m.Envelope, reply: m.Reply, heeded: bool) -> None:
         """Check a message that a simulated peer took, or refused."""
+        if not (host.gone or isinstance(envelope.body, m.Evict)):
+            self._number(host, envelope, reply)
         if reply not in (m.Reply.OK, m.Reply.STALE) or host.gone:
             return
         if heeded and isinstance(envelope.body, m.Abort):
             self._offences[host.life].update(envelope.body.without)
+            self._check_counted(host)
         if self.world.twice and not isinstance(envelope.body, m.Evict):
             self._take(host, envelope)
+
+    def _number(self, host: SimulatedProcess, envelope: m.Envelope, reply: m.Reply) -> None:
+        """Check that a simulated peer refuses no message as one that came before, when it did not."""
+        word = envelope.sender.peer, envelope.sender.incarnation, envelope.sequence
+        if reply is m.Reply.REPLAYED and word not in self._numbered[host.life]:
+            raise Violation("I6", f"{host.name} takes message {word[2]} of {word[0]} for a replay, it is new")
+        if reply not in UNNUMBERED:
+            self._numbered[host.life].add(word)
+
+    def _check_counted(self, host: SimulatedProcess) -> None:
+        """Check that a simulated peer counts each offence that it heard of."""
+        for peer, times in self._offences[host.life].items():
+            if host.machine.roster.offences.get(peer, 0) < times:
+                raise Violation("I6", f"{host.name} does not count that {peer} sent malformed bytes {times} times")
 
     def _take(self, host: SimulatedProcess, envelope: m.Envelope) -> None:
         word = envelope.sender.peer, envelope.sender.incarnation, envelope.sequence
@@ -71,6 +95,7 @@ class SimulatedAdmissions:
                 if place not in self._logged:
                     self._logged.add(place)
                     self._offences[host.life].update(abort.without)
+                    self._check_counted(host)
             case m.Send(_, m.Envelope(body=m.Propose(commit=commit))) if commit.digest not in self._proposed:
                 self._proposed.add(commit.digest)
                 self._take_in(host, [member.peer for member in commit.view])

@@ -25,8 +25,11 @@ from diloco.compress import Codec
 from diloco.outer.average import MIN_RMS, mean_digest, mean_into
 from diloco.outer.line import Line, PendingContribution
 from diloco.protocol import messages as m
+from diloco.simulate.virtual.oracle.applied import SimulatedBlocks
 from diloco.simulate.virtual.oracle.ballots import SimulatedBallots
+from diloco.simulate.virtual.oracle.conduct import SimulatedConduct
 from diloco.simulate.virtual.oracle.gate import SimulatedAdmissions, Violation
+from diloco.simulate.virtual.oracle.reductions import SimulatedReductions
 from diloco.simulate.virtual.plans.lies import other_mean
 from diloco.simulate.virtual.plans.setup import PATIENCE_S, SimulationSetup
 
@@ -74,6 +77,8 @@ class SimulationInvariants:
         self._following: dict[str, str] = {}
         self._committed: dict[str, Masks] = {}
         self._made: dict[tuple[str, int], list[Made]] = {}
+        self.ended: list[Commit] = []
+        """Last commits of those that saw the run's end."""
         self._recomputed: set[str] = set()
         self._holders: dict[str, set[tuple[SimulatedProcess, Member]]] = {}
         """By commit, lives that closed it or copied its state."""
@@ -81,10 +86,15 @@ class SimulationInvariants:
         """Digests of commits that died with all that had them, where another was made."""
         self._given_up: set[int] = set()
         """Versions of which a commit died with all that had it, and another was made."""
+        self._closed_by: dict[int, set[str]] = {}
+        """By life: digests of the versions that it closed."""
         self._stands_on: dict[int, Commit] = {}
         """By life."""
         self.ballots = SimulatedBallots(world)
         self.gate = SimulatedAdmissions(world)
+        self.blocks = SimulatedBlocks(world.plan.without_majority == "continue")
+        self.conduct = SimulatedConduct(world)
+        self.reductions = SimulatedReductions(world)
         self._chain = ChainRecord()
         """Every version that anybody applied, and the state after it."""
 
@@ -103,6 +113,7 @@ class SimulationInvariants:
         commit = closed.commit
         digest = commit.digest
         self._stands_on[host.life] = commit
+        self._closed_by.setdefault(host.life, set()).add(digest)
         place = commit.lineage, commit.version
         known = self._digest_of.setdefault(place, digest)
         self._holders.setdefault(digest, set()).add((host, host.machine.me))
@@ -132,6 +143,9 @@ class SimulationInvariants:
             raise Violation("I2", f"version {commit.version} says {commit.tokens} tokens, its entries sum to {tokens}")
         if commit.fragment < 0 and before is not None:
             self._check_founding(host, commit, before)
+        if before is not None:
+            self.conduct.on_commit(commit, before)
+            self.reductions.on_commit(commit, before)
         self.commits[digest] = commit
         self._committed[digest] = self._masks_after(commit)
 
@@ -141,6 +155,10 @@ class SimulationInvariants:
         if (commit.version, commit.state_digest) != (before.version, state):
             what = f"version {commit.version} and state {commit.state_digest[:8]} after version {before.version}"
             raise Violation("I5", f"{host.name} founds {commit.lineage} with {what} and state {state[:8]}")
+
+    def closed_here(self, host: SimulatedProcess, commit: Commit) -> bool:
+        """Whether a simulated peer closed this version itself, and did not only copy its state."""
+        return commit.digest in self._closed_by.get(host.life, ())
 
     def lost_with_the_dead(self, digest: str) -> bool:
         """Whether all who had a version are dead, and an operator answers for each of them that had a vote on it."""
@@ -307,6 +325,8 @@ class SimulationInvariants:
         """Check a simulated peer after an event: it may not wait in a round for longer than was promised."""
         self.ballots.on_machine(host)
         since_s, patience_s = host.waiting_since_s, PATIENCE_S + 1.0
+        if host.leaving and host.progress is not None:
+            host.steps.waits()
         if since_s is not None and self.world.now - max(since_s, host.thawed_s) > patience_s:
             raise Violation("I7", f"{host.name} waits in a round since {since_s:.1f}")
 

@@ -67,6 +67,11 @@ class SimulatedMachines:
         """Processes of this name that began their life under this number."""
         return [process for process in self._processes.get(name, []) if incarnation in process.incarnations]
 
+    def former_life(self, process: SimulatedProcess) -> int | None:
+        """The last number of the process of this name before this one; None: it is the first."""
+        before = [one for one in self._processes[process.name] if one.life < process.life and one.incarnations]
+        return max(before[-1].incarnations) if before else None
+
     def named(self, address: str) -> ProcessId | None:
         """The process that listens at an address, as it names itself."""
         there = self._listened.get(address)

@@ -6,7 +6,9 @@ it as discarded, never both, and never twice. Sets of pieces are bit masks, one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Totals
-from diloco.base.types import Commit, Counted
+from diloco.base.types import Closed, Commit, Counted, Skip
 from diloco.outer.fragments import Fragment, read_fragment
 from diloco.outer.line import Line, PendingContribution
 from diloco.outer.merge import Mix
@@ -33,6 +35,11 @@ def bits(mask: int) -> Iterator[int]:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
         mask ^= lowest
+
+
+def union(masks: Iterable[Iterable[int]]) -> int:
+    """All pieces of some parts of fragments."""
+    return reduce(or_, (pieces for parts in masks for pieces in parts), 0)
 
 
 class SimulatedProgress:
@@ -54,12 +61,25 @@ class SimulatedProgress:
         """All tokens of this life, and where those went that are not here any more."""
         self.booked: list[Totals] = []
         """Totals that each record of this life's ledger must have."""
+        self.pending = False
+        """Others may count the contribution that was offered last."""
+        self._given: list[str] = []
+        """Versions that it has to apply in this round."""
         self._sent_fragment = 0
         self._sent_pieces: tuple[int, ...] = ()
         self._sent_parts: Sequence[bytes] = ()
         self._sent_sum: Tensor | None = None
-        self._residuals = [torch.zeros(fragment.elements) for fragment in line.layout.fragments]
+        self.residuals = [torch.zeros(fragment.elements) for fragment in line.layout.fragments]
         """Errors of the codec in counted contributions, by fragment."""
+
+    def given(self, outcome: Sequence[Closed] | Skip) -> None:
+        """Note the versions that a simulated peer has to apply in this round."""
+        self._given = [] if isinstance(outcome, Skip) else [closed.commit.digest for closed in outcome]
+
+    def begins_round(self) -> None:
+        """Check that all versions of the round before were applied, unless a state was copied."""
+        if self._given:
+            raise Violation("I7", f"{self.host.name} does not apply {len(self._given)} versions that closed")
 
     def as_json(self) -> list[list[str]]:
         """The uncommitted pieces of each part of each fragment, for a checkpoint."""
@@ -79,15 +99,19 @@ class SimulatedProgress:
     def opened(self) -> None:
         """The life begins, with what its line has."""
         self.trained = self.tokens
-        self._residuals = [
-            self.line.residuals.get(fragment.index, residual).clone()
-            for fragment, residual in zip(self.line.layout.fragments, self._residuals, strict=True)
-        ]
+        if self.journal.opening.resumed:
+            saved = self.host.records.resumed()
+            self.residuals = [residual.clone() for residual in saved.residuals]
         self._check("its beginning")
 
-    def train(self, tokens: int) -> dict[str, Tensor]:
-        """One more simulated piece of progress. Returns what it does to the weights."""
+    def train(self, tokens: int, block: int = -1) -> dict[str, Tensor]:
+        """One more simulated piece of progress, for which a data block was read; -1: one that was read before. Returns
+        what it does to the weights."""
         piece = self.host.world.next_piece()
+        if block >= 0:
+            committed = self.invariants.committed(self.line.commit)
+            counted = union(committed) | union(self.uncommitted)
+            self.invariants.blocks.reads(self.host.name, self.line, block, piece, counted)
         self.mine |= 1 << piece
         for fragment in self.line.layout.fragments:
             self.sums[fragment.index] += flat_noise(piece % NOISES, fragment)
@@ -99,17 +123,23 @@ class SimulatedProgress:
 
     def measured(self, sent: PendingContribution) -> None:
         """Note that all uncommitted pieces of a fragment went into a simulated contribution."""
+        if self.pending:
+            raise Violation("I2", f"{self.host.name} offers other progress than before, which others may count")
+        self.pending = True
         index = self._sent_fragment = sent.contribution.fragment
         self._sent_pieces = tuple(self.uncommitted[index])
         self._sent_parts = sent.contribution.parts
         self._sent_sum = self.sums[index].clone()
         self.invariants.made(self.host, sent, self._sent_pieces)
-        if sent.target is not None and self.line.feedback is not None and self._exact:
-            target = self.line.feedback * self._residuals[index] - self.sums[index]
+        self.invariants.blocks.sends(self.host.name, self.line, sent.contribution, union(self.uncommitted))
+        if sent.target is not None and self.line.feedback is not None and self.exact:
+            target = self.line.feedback * self.residuals[index] - self.sums[index]
             self._alike("sends", sent.target, target, self.line.layout.fragments[index])
 
     def applied(self, commit: Commit, mine: Counted | None) -> None:
         """Check the pieces of a simulated peer after it applied a version."""
+        self.pending = self.line.sent is not None
+        self._given = [digest for digest in self._given if digest != commit.digest]
         counted_tokens = self.invariants.counts(commit, self.host)
         if counted_tokens != (mine.tokens if mine is not None else 0):
             what = f"{self.host.name} takes version {commit.version} to count {mine}, it counts {counted_tokens} tokens"
@@ -132,7 +162,7 @@ class SimulatedProgress:
         for part in range(fragment.parts):
             if commit.counts(self.host.name, part):
                 start, stop = fragment.part_bounds(part)
-                self._residuals[fragment.index][start:stop] *= self.line.residual_after_rejoin
+                self.residuals[fragment.index][start:stop] *= self.line.residual_after_rejoin
 
     def _take_out(self, fragment: Fragment, parts: Sequence[int]) -> None:
         """Move the sent values of these parts out of simulated progress: they are the run's now."""
@@ -147,9 +177,9 @@ class SimulatedProgress:
     def _leave_over(self, fragment: Fragment, counted: Sequence[int]) -> None:
         """Keep the codec's error in the counted parts of a simulated contribution, to be sent later."""
         feedback, codecs = self.line.feedback, self.line.codecs
-        if feedback is None or self._sent_sum is None or not self._exact:
+        if feedback is None or self._sent_sum is None or not self.exact:
             return
-        residual = self._residuals[fragment.index]
+        residual = self.residuals[fragment.index]
         for part in counted:
             start, stop = fragment.part_bounds(part)
             target = feedback * residual[start:stop] - self._sent_sum[start:stop]
@@ -158,10 +188,13 @@ class SimulatedProgress:
 
     def adopted(self, mine: Counted | None, discarded_tokens: int, before: Commit | None) -> None:
         """Check the pieces after a simulated copy of the state: those sent are counted, given up, or still sent."""
+        self.pending = self.line.sent is not None
+        self._given = []
         if mine is not None or discarded_tokens:
             fragment = self.line.layout.fragments[self._sent_fragment]
             self._discard(fragment.index, self._sent_pieces)
             self._take_out(fragment, range(fragment.parts))
+            self._check_given_up(before if discarded_tokens else self.line.commit)
         counted_tokens = mine.tokens if mine is not None else 0
         self.tokens -= discarded_tokens + counted_tokens
         self.committed += counted_tokens
@@ -170,12 +203,28 @@ class SimulatedProgress:
         for index, (was, now) in enumerate(zip(old, new, strict=True)):
             self._discard(index, [a & ~b for a, b in zip(was, now, strict=True)])  # of a lineage that ended
         if before is None or self.line.commit != before:
-            for residual in self._residuals:
+            for residual in self.residuals:
                 residual.zero_()  # it was measured on another anchor
         self._check(f"the copied version {self.line.state.version}")
+        self.host.steps.copied(before)
+
+    def _check_given_up(self, before: Commit | None) -> None:
+        """I2: nothing is given up that a version counts which closed here, and was passed over since `before`."""
+        commit = self.line.commit
+        if before is None or commit is None:
+            return
+        applied = set(self.invariants.back_from(before))
+        for digest in self.invariants.back_from(commit):
+            if digest in applied:
+                return
+            passed = self.invariants.commits[digest]
+            if self.invariants.closed_here(self.host, passed) and self.invariants.counts(passed, self.host):
+                what = f"gives up what version {passed.version} counts, which closed here"
+                raise Violation("I2", f"{self.host.name} {what}")
 
     def dropped(self, discarded_tokens: int) -> None:
         """Note that a simulated peer gave up all its progress."""
+        self.pending = False
         for index, masks in enumerate(self.uncommitted):
             self._discard(index, masks)
             self.uncommitted[index] = [0] * len(masks)
@@ -185,8 +234,15 @@ class SimulatedProgress:
         self._check("discarding", records=discarded_tokens > 0)
 
     def closes(self) -> None:
-        """The life ends in good order."""
+        """The life ends in good order: all its progress is booked, and the others know."""
+        if self.tokens:
+            raise Violation("I2", f"{self.host.name} ends, and {self.tokens} of its tokens are nowhere")
         self._check("its end")
+        machine, at = self.host.machine, self.host.world.at
+        there = [at(member) for member in machine.view if member != machine.me]
+        others = [host.name for host in there if host is not None and not host.gone and machine.me in host.machine.view]
+        if others and machine.in_view and not self.host.gone:
+            raise Violation("I7", f"{self.host.name} ends without a goodbye to {', '.join(others)}")
 
     def _gives_up(self, tokens: int) -> None:
         self.given_up += tokens
@@ -206,7 +262,9 @@ class SimulatedProgress:
         totals = Totals(self.trained, self.committed, self.given_up, self.tokens)
         if not totals.balanced or self.journal.totals != totals:
             raise Violation("I2", f"{name} after {after}: the books say {self.journal.totals}, it was {totals}")
-        self.booked += [totals] * records
+        if records:
+            self.booked.append(totals)
+            self.host.records.booked()
         committed = self.invariants.committed(line.commit)
         for index, masks in enumerate(self.uncommitted):
             for part, (ours, theirs, gone) in enumerate(
@@ -216,11 +274,11 @@ class SimulatedProgress:
                     raise Violation("I2", f"{name} after {after}: keeps progress in part {part} that is committed")
                 if self.mine & ~(ours | theirs | gone):
                     raise Violation("I4", f"{name} after {after}: progress in part {part} is nowhere")
-        if self._exact:
+        if self.exact:
             self._check_values(after)
 
     @property
-    def _exact(self) -> bool:
+    def exact(self) -> bool:
         """Whether simulated weights are nothing but anchor and progress: `mix` keeps a share of what is committed."""
         return not self.host.world.hostile and not isinstance(self.line.merge, Mix)
 
@@ -237,7 +295,7 @@ class SimulatedProgress:
             if self.line.feedback is not None:
                 kept = self.line.residuals.get(fragment.index)
                 dropped = torch.zeros(fragment.elements) if kept is None else kept
-                self._alike(f"keeps after {after}", dropped, self._residuals[fragment.index], fragment)
+                self._alike(f"keeps after {after}", dropped, self.residuals[fragment.index], fragment)
 
     def _alike(self, does: str, found: Tensor, true: Tensor, fragment: Fragment) -> None:
         """Check that nothing of what a simulated peer's codec drops is lost, or sent twice."""

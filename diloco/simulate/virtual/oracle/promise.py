@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
-from diloco.protocol.view import votes_needed
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
@@ -74,19 +73,24 @@ class SimulatedPromise:
         """Members whose vote on the next version a live member has, and how many of them decide."""
         world, view = self.world, commit.view
         living = {member.peer for member in view if world.lives(member)}
-        gone = {member.peer for member in view if self._is_gone(member, living)}
-        needed = votes_needed(len(view), len(gone))
+        gone = {member.peer for member in view if self._is_gone(commit, member, living)}
+        needed = quorum(len(view), len(gone))
         if any((member.peer, member.incarnation) in self.evicted for member in view):
             needed = min(needed, len(view) - len(gone))
         votes = {member.peer for member in view if member.peer in living or self._has_heir(commit, member, living)}
         return votes - gone, needed
 
-    def _is_gone(self, member: Member, living: set[str]) -> bool:
-        """Whether nobody waits for the vote of a dead life: its machine proves its death, or an operator does."""
+    def _is_gone(self, commit: Commit, member: Member, living: set[str]) -> bool:
+        """Whether nobody waits for the vote of a dead life: its machine proves its death, or an operator does.
+
+        A leaver's vote lives on with an heir that lives, whatever its machine proves."""
         if member.peer in living:
             return False
-        evicted = (member.peer, member.incarnation) in self.evicted
-        return evicted or all(self.world.machines.provable(self.world.hosts[name], member) for name in living)
+        if (member.peer, member.incarnation) in self.evicted:
+            return True
+        return not self._has_heir(commit, member, living) and all(
+            self.world.machines.provable(self.world.hosts[name], member) for name in living
+        )
 
     def _has_heir(self, commit: Commit, leaver: Member, living: set[str]) -> bool:
         """Whether a leaver's vote went to a member that lives: the heir that it named, if that one heard it."""
@@ -118,3 +122,8 @@ class SimulatedPromise:
 
 def _height(commit: Commit) -> tuple[int, int, bool]:
     return commit.tokens, commit.version, commit.fragment < 0
+
+
+def quorum(members: int, gone: int) -> int:
+    """Votes that decide in a view: a majority of all, or where half of an even view is dead for certain, the rest."""
+    return members // 2 if 2 * gone >= members and members % 2 == 0 else members // 2 + 1

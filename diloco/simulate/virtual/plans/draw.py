@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from diloco.simulate.virtual.plans.agreement import of_agreement
 from diloco.simulate.virtual.plans.plan import (
     CHECKPOINT_S,
     EXCHANGE_S,
@@ -21,6 +22,7 @@ from diloco.simulate.virtual.plans.plan import (
     Fault,
     FaultPlan,
 )
+from diloco.simulate.virtual.plans.storage import of_storage
 
 FIRST_FAULT_S, LAST_FAULT_S = 0.2, 8.0
 QUIET_AFTER_S = 10.0
@@ -49,12 +51,15 @@ MACHINES_SHARE = 0.25
 BANDWIDTH_SHARE, BANDWIDTH_MBIT, LIMITED_ROUND_S = 0.15, ("0", "0.5", "1", "4"), 1.0
 """Share of the plans whose uplinks have a limit, and the limits. A round is then at least so long: a state is copied
 while others go on, and whoever makes versions faster than a joiner can copy them is never caught up with."""
+SLOW_LINKS_SHARE, SLOW_LINKS_MBIT, SLOW_ROUND_S = 0.06, ("0.4", "0.1", "0.05"), 5.0
+"""Share of the plans with an uplink on which a part takes longer than `stall_s`, its limits, and the least round."""
 SLOW_GOSSIP_SHARE = 0.3
 """Share of the plans under gossip with peers of different speeds."""
 END_SHARE, CUT_SHARE = 0.1, 0.15
 """Share of the plans in which the run ends, and of those in which stragglers are cut."""
-DUEL_SHARE, DUEL_S = 0.15, 16.0
-"""Share of the plans with two coordinators that one member each hears, and time for both."""
+SITUATION_SHARES = (35, 35, 30)
+"""Weights of the plans as they were drawn, and of those with a situation of `plans/agreement.py` or of
+`plans/storage.py` in place of their faults: by chance each of these comes in one plan of hundreds."""
 RADIAL_SHARE = 0.3
 """Share of those with radial averaging."""
 PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
@@ -102,8 +107,15 @@ def draw(
     speeds = speeds or (ASYNC_SPEEDS if plan.policy == "async" else None)
     plan = _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
     plan = _sized(Random(f"size {seed}"), plan, SIZES[size])
-    plan = _duelling(Random(f"duel {seed}"), plan)
-    return _gossiping(Random(f"gossip {seed}"), plan) if plan.policy == "gossip" else plan
+    plan = _over_slow_links(Random(f"links {seed}"), plan)
+    if plan.policy == "gossip":
+        return _gossiping(Random(f"gossip {seed}"), plan)
+    dice = Random(f"situation {seed}")
+    return dice.choices((_as_it_is, of_agreement, of_storage), SITUATION_SHARES)[0](dice, plan)
+
+
+def _as_it_is(dice: Random, plan: FaultPlan) -> FaultPlan:
+    return plan
 
 
 def _schedule(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -160,13 +172,15 @@ def _lately(dice: Random, plan: FaultPlan) -> FaultPlan:
     return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
-def _duelling(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """A seed's plan with two coordinators that one member each hears, where enough vote that both can propose."""
-    votes = plan.peers + plan.witnesses > 2 and plan.peers > 2 and plan.without_majority == "wait"
-    if dice.random() >= DUEL_SHARE or not votes or plan.total_tokens or plan.policy == "gossip":
+def _over_slow_links(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A seed's plan with links that are slow and never still."""
+    if dice.random() >= SLOW_LINKS_SHARE or plan.policy == "gossip" or plan.total_tokens:
         return plan
-    fault = Fault(round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2), "duel", "", DUEL_S)
-    return replace(plan, faults=tuple(sorted((*plan.faults, fault), key=lambda one: one.at_s)))
+    rates = [dice.choice(SLOW_LINKS_MBIT) for _ in range(plan.peers)]
+    rates[dice.randrange(plan.peers)] = SLOW_LINKS_MBIT[-1]
+    round_s = plan.round_s if plan.speeds else max(plan.round_s, SLOW_ROUND_S)
+    calm_s = plan.calm_s + 8 * SLOW_ROUND_S
+    return replace(plan, bandwidth="+".join(rates), codec="fp32", round_s=round_s, calm_s=calm_s)
 
 
 def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> FaultPlan:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from diloco.compress import Codec
+from diloco.exchange.work import LanePayloads
 
 
 def falsified(lie: str, parts: Sequence[bytes], codecs: Sequence[Codec], sizes: Sequence[int]) -> Sequence[bytes]:
@@ -29,6 +30,12 @@ def omitting(omitted: Sequence[str], contributors: Sequence[str], me: str) -> tu
     """Contributors that a lying simulated owner claims to leave out of a part: one that it counts is among them."""
     counted = [peer for peer in contributors if peer not in (me, *omitted)]
     return (*omitted, *counted[:1])
+
+
+def others_parts(work: LanePayloads, part: int, me: str) -> list[int]:
+    """A part as large as `part` that belongs to another owner, for which a lying simulated peer makes a mean."""
+    size = work.fragment.size_of(part)
+    return [one for one, owner in work.owners.items() if owner != me and work.fragment.size_of(one) == size][:1]
 
 
 def other_mean(payload: bytes) -> bytes:

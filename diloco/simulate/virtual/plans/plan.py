@@ -21,12 +21,20 @@ FUSE_S = 2.0
 """A death, or a goodbye, that waits for its moment does not wait longer."""
 OMITS = "omits"
 """A lie: an owner says that it left somebody out of a part, and did not."""
+MEDDLES = "meddles"
+"""A lie: a member sends means of parts that others own."""
 NO_CLOCK = "no clock"
 """Start of a process on a machine whose clock begins anew each time."""
 IN_CHECKPOINT, CHECKPOINT_S = "in checkpoint", 5.0
 """A death between two syncs of a checkpoint; where there is none within this time, it comes then."""
+IN_RECORD = "in record"
+"""A death in the middle of a record of the ledger, of which the disk has half."""
 FLIPPED = "flipped"
 """Start of a process whose newest checkpoint has a flipped bit."""
+OFFERS = "offers"
+"""A muffle: of the promises of a peer for an attempt only the first arrives."""
+FORMER = "former"
+"""An eviction that comes so late that the next life of its peer is there."""
 EXCHANGE_S = 0.4
 """Time from the last inner step of a round to its version, about."""
 FUSED = ("kill", "power", "leave")
@@ -44,10 +52,12 @@ KINDS: Mapping[str, str] = {
     "join": "a new one joins",
     "leave": "it is asked to leave; how: before or after an effect or a message",
     "resume": "an operator begins again from a checkpoint",
-    "evict": "an operator declares a dead one dead",
+    "evict": "an operator declares a dead one dead; how: former (the life before the present one)",
     "cut": "nothing passes between a group and the rest; how: both, in or out, and `reset`: senders are told",
     "link": "the same between two",
     "duel": "of two attempts each is heard by one member only, and the first one hears of nothing else meanwhile",
+    "muffle": "some messages about an attempt reach some members when these have gone on to a later one; how: offers",
+    "half": "an owner dies when its mean has reached one, and not the coordinator; how: whole (one has all of it)",
     "tunnel": "connections to one that lives are refused and those that there are break; how: both, in or out",
     "slow": "its messages take 20 times as long",
     "late": "some of its messages come late; how: seconds at most",
@@ -60,6 +70,10 @@ KINDS: Mapping[str, str] = {
     "disk": "its disk fails; how: late SECONDS (of a sync), broken (a sync raises EIO), lies (a sync does nothing)",
 }
 """Kinds of faults."""
+
+
+STATE_MBIT = 0.5
+"""Size of a state in fp32, which is that of what a peer uploads for a version, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +169,12 @@ class FaultPlan:
     def uplink_mbit(self, index: int) -> float:
         """Uplink that the simulated peer with this number reports, in Mbit/s."""
         return _in_turn(self.uplinks, index, 0.0)
+
+    @property
+    def longest_exchange_s(self) -> float:
+        """Virtual time in which the slowest limited uplink carries a state, or a version's bytes, about."""
+        limits = [float(rate) for rate in self.bandwidth.split("+") if rate and float(rate)]
+        return STATE_MBIT / min(limits) if limits else 0.0
 
     @property
     def longest_round_s(self) -> float:

@@ -1,0 +1,168 @@
+"""Checks of the versions that a simulated peer applies, the states that it copies, the data blocks that it reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from diloco.base.life import Life
+from diloco.base.types import Blocks, Closed, Commit, Contribution
+from diloco.outer.line import Line
+from diloco.simulate.virtual.oracle.gate import Violation
+
+if TYPE_CHECKING:
+    from diloco.peer.peer import Peer
+    from diloco.simulate.virtual.process import SimulatedProcess
+
+SOON_S = 0.3
+"""A version that closed within this time may not have reached others."""
+LEAVING_S = 1.5
+"""Longest time that a peer which is to leave takes to give up a round."""
+
+
+class SimulatedSteps:
+    """Versions and states of one life of a simulated peer."""
+
+    def __init__(self, process: SimulatedProcess, peer: Peer) -> None:
+        """Look at each version just before it is applied, and at each copy just before it is begun."""
+        self._process, self._line, self._exchange = process, peer.line, peer.exchange
+        self._wrong = False
+        """The state turned out to be another than that of its commit."""
+        self._closed_s = -math.inf
+        """When the latest version closed here."""
+        self._outside_s = math.inf
+        """Since when it waits in a round that cannot count it, and is to leave."""
+        apply, copy_state = peer.apply, peer.copy_state
+
+        def on_apply(closed: Closed, seconds: dict[str, float]) -> Life[None]:
+            self.applies(closed.commit)
+            return apply(closed, seconds)
+
+        def on_copy(sources: Sequence[str]) -> Life[None]:
+            self.begins_copy()
+            return copy_state(sources)
+
+        peer.apply, peer.copy_state = on_apply, on_copy  # type: ignore[method-assign]
+        close, leave, withdraw = peer.exchange._close, peer.exchange.leave, peer.withdraw
+
+        def on_withdraw() -> None:
+            withdraw()
+            if process.progress is not None:
+                process.progress.pending = peer.line.sent is not None
+
+        def on_close(commit: Commit) -> None:
+            self._closed_s = process.world.now
+            close(commit)
+
+        def on_leave() -> Future[None]:
+            self.says_goodbye()
+            process.gone = True  # also where there is nobody to say it to
+            return leave()
+
+        peer.exchange._close, peer.exchange.leave = on_close, on_leave  # type: ignore[method-assign]
+        peer.withdraw = on_withdraw  # type: ignore[method-assign]
+
+    def applies(self, commit: Commit) -> None:
+        """I1: a version is applied to the state that it was made on, and after the commit before it."""
+        line, name = self._line, self._process.name
+        before = line.commit
+        if before is None or commit.fragment < 0 or commit.version <= before.version:
+            return
+        if (commit.previous, commit.state_digest) != (before.digest, line.state.digest):
+            what = f"applies version {commit.version} at version {line.state.version}, which is not the one before it"
+            raise Violation("I1", f"{name} {what}")
+        self._check_archive()
+
+    def says_goodbye(self) -> None:
+        """I5: a peer leaves when others have the latest version, too, or did not take it for a while."""
+        machine, world = self._exchange.machine, self._process.world
+        if world.now - self._closed_s > SOON_S or self._process.gone:
+            return
+        there = [world.at(member) for member in machine.view if member != machine.me]
+        others = [host for host in there if host is not None and host.working and not host.gone]
+        near = [host for host in others if world.network.connected(self._process.name, host.name)]
+        if near and not any(host.machine.version >= machine.version for host in others):
+            raise Violation("I5", f"{self._process.name} leaves with version {machine.version}, which nobody else has")
+
+    def waits(self) -> None:
+        """I7: who leaves waits for no version that cannot count it, as it is out of the view."""
+        process, now = self._process, self._process.world.now
+        outside = process.leaving and process.waiting_since_s is not None and not self._exchange.machine.in_view
+        self._outside_s = min(self._outside_s, now) if outside else math.inf
+        if now - max(self._outside_s, process.thawed_s) > LEAVING_S:
+            raise Violation("I7", f"{process.name} leaves, and waits for a version out of the view")
+
+    def _check_archive(self) -> None:
+        """A simulated peer offers no state of a lineage that ended: nobody takes one, and it stays for ever. It keeps
+        no more versions than it has to, or than fit in the memory of one state."""
+        archive: Any = self._exchange.archive
+        kept = archive.backlog.after(-1)
+        room = sum(buffer.nbytes for _, buffer in self._line.state.buffers())
+        if len(kept) > self._process.world.setup.rules.backlog_versions:
+            size = sum(len(part) for closed in kept for part in closed.parts)
+            if size > room:
+                raise Violation("I7", f"{self._process.name} keeps {len(kept)} versions with {size} bytes of means")
+        here = archive.commit.lineage if archive.commit is not None else ""
+        for snapshot in archive.snapshots._kept.values():
+            commit = snapshot.offer.commit
+            if here and commit is not None and commit.lineage != here:
+                what = f"keeps a state of {commit.lineage} for others, which ended"
+                raise Violation("I7", f"{self._process.name} {what}")
+
+    def begins_copy(self) -> None:
+        """Note whether a copy of the state is needed at any version."""
+        self._wrong = self._line.diverged
+
+    def copied(self, before: Commit | None) -> None:
+        """I5: a copied state is no earlier one of the same lineage, and not the one that there was."""
+        after = self._line.commit
+        if before is not None and after == before and not self._wrong:
+            raise Violation("I5", f"{self._process.name} copies version {before.version}, at which it was")
+        if before is None or after is None or after.lineage != before.lineage:
+            return
+        if after.version < before.version:
+            what = f"goes back from version {before.version} to version {after.version}"
+            raise Violation("I5", f"{self._process.name} {what}")
+
+
+class SimulatedBlocks:
+    """Data blocks that all simulated peers read, and the pieces of progress that they were read for.
+
+    Under `continue` two lineages lease the same blocks, and who comes back from one that ended may read some once more.
+    """
+
+    def __init__(self, continues: bool) -> None:
+        self._continues = continues
+        self._pieces: dict[int, int] = {}
+        """By block, as a bit mask."""
+
+    def reads(self, name: str, line: Line, block: int, piece: int, counted: int) -> None:
+        """I2: a simulated peer reads a block for a piece of progress. It is leased to it, and none of the pieces that
+        are `counted`, or its own, was made of it. Who is out of the view reads on in a lease that others may have."""
+        held = self._held(line, name)
+        if held is None:
+            return
+        if not any(run.start <= block < run.stop for run in held):
+            version = line.commit.version if line.commit is not None else -1
+            raise Violation("I2", f"{name} reads block {block}, which version {version} does not lease to it")
+        earlier = self._pieces.get(block, 0)
+        if earlier & counted:
+            raise Violation("I2", f"{name} reads block {block} once more, and its progress is counted or kept")
+        self._pieces[block] = earlier | 1 << piece
+
+    def sends(self, name: str, line: Line, contribution: Contribution, uncommitted: int) -> None:
+        """I2: the blocks of a contribution, at the front of the lease, are those that were read for it."""
+        held = self._held(line, name)
+        if held is None:
+            return
+        blocks = [block for run in held for block in range(run.start, run.stop)]
+        unread = [block for block in blocks[: contribution.blocks] if block not in self._pieces]
+        rest = [block for block in blocks[contribution.blocks :] if self._pieces.get(block, 0) & uncommitted]
+        if unread or rest:
+            what = f"sends {contribution.blocks} blocks: {unread} of them it did not read, and not {rest}"
+            raise Violation("I2", f"{name} {what}")
+
+    def _held(self, line: Line, name: str) -> Sequence[Blocks] | None:
+        return line.commit.leases.held.get(name) if line.commit is not None and not self._continues else None

@@ -1,0 +1,440 @@
+"""The conduct of every simulated life by the rules of `docs/how/protocol.md`, checked at each step and message.
+
+A broken rule does harm only when somebody dies, or is cut off, at the right moment. So each is looked at where it
+applies, whether or not any harm comes of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diloco.base.types import Commit, Member
+from diloco.protocol import messages as m
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.plans.plan import NO_CLOCK
+from diloco.simulate.virtual.plans.setup import HEARTBEAT_S, STALL_S
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.process import SimulatedProcess
+    from diloco.simulate.virtual.world import SimulatedWorld
+
+SLACK_S = 0.05
+MEMORY_S = 59.0
+"""An earlier life of a peer is refused for at least so long after the later one was heard."""
+LED = (m.Gather, m.Begin, m.Repair, m.Abort, m.Propose)
+"""Messages of an attempt's coordinator, and those that it alone gets."""
+ANSWERED = (m.Ready, m.Accept)
+HEARD = (m.Reply.OK, m.Reply.STALE, m.Reply.UNREACHED, m.Reply.OTHER_VIEW, m.Reply.REPLAYED)
+"""Replies to a sender that may speak."""
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """State of a simulated peer when a message reaches it."""
+
+    attempt: int
+    lineage: str
+    tokens: int
+    forks: int
+
+
+@dataclass(slots=True)
+class Conduct:
+    """Acts of one process so far, as far as rules bind it by them."""
+
+    stands: str = ""
+    """Digest of the commit at which it stands, since `stood_s`."""
+    stood_s: float = 0.0
+    gone: bool = False
+    """It said goodbye."""
+    accepted: tuple[str, int, str] = ("", -1, "")
+    """The commit at which it stood, attempt and digest of its latest vote."""
+    sent: dict[tuple[str, int, type, str], float] = field(default_factory=dict)
+    """When it last said something: by the commit at which it stood, attempt, kind of message and receiver."""
+    owes: tuple[object, float] = (None, 0.0)
+    """The kind of message, with commit and attempt, that it says again until it is answered; and since when."""
+    heard: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By peer: the latest life that it heard, and when."""
+    lag: dict[Member, int] = field(default_factory=dict)
+    """Versions that a peer was behind it by its last heartbeat."""
+    goodbyes: list[tuple[Member, m.Goodbye, str]] = field(default_factory=list)
+    """Those that it heard and that may concern a view to come; with the lineage."""
+    alone_since_s: float | None = None
+    proposal: tuple[int, str, float] = (-1, "", 0.0)
+    """Attempt and digest of what it proposes, and since when."""
+    made_of: tuple[object, dict[str, m.Ready]] = (None, {})
+    """The `Begin` of its attempt, and the promises at that time."""
+    decided: Commit | None = None
+    """A commit that it heard of and whose mean is still to come."""
+
+
+class SimulatedConduct:
+    """Checks of the conduct of all simulated lives (I1, I2, I5, I7, I8)."""
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        self.world = world
+        self._lives: dict[int, Conduct] = {}
+        self._left: set[tuple[str, int]] = set()
+        """Lives that said goodbye."""
+        self._followed: set[tuple[str, int, str]] = set()
+        """Peer, incarnation and a lineage that it followed."""
+        self._over: dict[str, frozenset[tuple[str, int]]] = {}
+        """By commit: lives that it, or one before it, left out of the view."""
+        self._members: set[tuple[str, int]] = set()
+        """Lives that stood in a view: others may have joined and never have heard of it."""
+        self._founded: set[str] = set()
+        self._goes_on: dict[tuple[frozenset[str], int], str] = {}
+        """By two lineages with as many tokens: the one that goes on."""
+        self._clockless = any(fault.how == NO_CLOCK for fault in world.plan.faults)
+
+    def _life(self, host: SimulatedProcess) -> Conduct:
+        life = self._lives.get(host.life)
+        if life is None:
+            life = self._lives[host.life] = Conduct()
+        return life
+
+    # ------------------------------------------------------------ what a peer says and does
+
+    def on_effects(self, host: SimulatedProcess, effects: Sequence[m.Effect]) -> None:
+        """Check the effects of a step of a simulated peer, and where it stands afterwards."""
+        life = self._life(host)
+        for effect in effects:
+            match effect:
+                case m.Send(_, m.Envelope(body=body)) if life.gone and not isinstance(body, m.Goodbye):
+                    raise Violation("I1", f"{host.name} says {type(body).__name__} after its goodbye")
+                case m.Send(_, m.Envelope(body=m.Heartbeat())):
+                    pass
+                case m.Send(to, envelope):
+                    self._said(host, life, to, envelope)
+                case m.Close(commit):
+                    self._closes(host, life, commit)
+                case m.CatchUp(source, _) if source.witness:
+                    raise Violation("I7", f"{host.name} asks the witness {source.peer} for commits")
+        self._stands(host, life)
+
+    def _said(self, host: SimulatedProcess, life: Conduct, to: Member, envelope: m.Envelope) -> None:
+        body, view = envelope.body, envelope.view
+        if isinstance(body, m.OfAttempt):
+            life.sent[view, body.attempt, type(body), to.peer] = host.now
+        before = self.world.invariants.commits.get(view)
+        if before is not None and isinstance(body, LED + ANSWERED) and body.version == before.version + 1:
+            seat = self._seat(before, body.attempt)
+            leader = envelope.sender if isinstance(body, LED) else to
+            if (leader.peer, leader.incarnation) != (seat.peer, seat.incarnation):
+                what = f"{type(body).__name__} of attempt {body.attempt} at version {body.version}"
+                raise Violation("I1", f"{host.name}: {what} is led by {leader.peer}, and not {seat.peer}")
+        match body:
+            case m.Ready():
+                self._promises(host, life, envelope, body)
+            case m.Accept():
+                self._accepts(host, life, envelope, body)
+            case m.Goodbye():
+                life.gone = True
+                self._left.add((host.name, envelope.sender.incarnation))
+            case m.Begin() if body.attempt == 0 and life.made_of[0] is not body:
+                self._check_group(host, body)
+            case m.Propose():
+                self._check_newcomers(host, life, body.commit)
+            case m.Committed(commit) if commit.fragment < 0:
+                self._founds(host, life, commit)
+
+    def _seat(self, before: Commit, attempt: int) -> Member:
+        """The coordinator of an attempt after a commit: trainers of the view take turns, from one named by hash."""
+        name = f"{self.world.setup.rules.run}/{before.version + 1}".encode()
+        first = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
+        trainers = [member for member in before.view if not member.witness]
+        return trainers[(first + attempt) % len(trainers)]
+
+    # ------------------------------------------------------------ promises and votes
+
+    def _promises(self, host: SimulatedProcess, life: Conduct, envelope: m.Envelope, ready: m.Ready) -> None:
+        """A promise names the very commit that its sender accepted last, and votes that it has."""
+        view, attempt, digest = life.accepted
+        named = ready.accepted_attempt, ready.accepted.digest if ready.accepted is not None else ""
+        known = (attempt, digest) if view == envelope.view else (-1, "")
+        if named[0] < known[0] or (named[0] == known[0] and named != known) or (named[0] < 0) != (named[1] == ""):
+            what = f"{named[1][:8] or 'nothing'} in attempt {named[0]}"
+            raise Violation("I1", f"{host.name} promises that it accepted {what}, it was {known[1][:8]} in {known[0]}")
+        if ready.accepted is not None and ready.accepted.previous != envelope.view:
+            raise Violation("I1", f"{host.name} promises that it accepted {named[1][:8]}, which is of another version")
+        self._check_votes(host, envelope.view, ready.votes)
+        machine, voters = host.machine, host.machine.electorate.voters()
+        gone = self.world.machines.proved(host, machine.view)
+        for one in machine.view:
+            if one.peer not in voters | gone and (one.peer, one.incarnation) not in self.world.promise.evicted:
+                raise Violation("I1", f"{host.name} counts no vote of {one.peer}, which is not dead for certain")
+
+    def _accepts(self, host: SimulatedProcess, life: Conduct, envelope: m.Envelope, accept: m.Accept) -> None:
+        """Who votes stands at that attempt, and remembers the vote."""
+        machine = host.machine
+        life.accepted = envelope.view, accept.attempt, accept.commit_digest
+        self._check_votes(host, envelope.view, accept.votes)
+        if machine.commit is None or machine.commit.digest != envelope.view:
+            return
+        attempt, commit = machine._acceptor.accepted
+        if machine.attempt != accept.attempt:
+            what = f"votes in attempt {accept.attempt}, and is in attempt {machine.attempt}"
+            raise Violation("I1", f"{host.name} {what}")
+        if commit is None or (attempt, commit.digest) != (accept.attempt, accept.commit_digest):
+            raise Violation("I1", f"{host.name} votes for {accept.commit_digest[:8]}, and remembers another vote")
+
+    def _check_votes(self, host: SimulatedProcess, view: str, votes: Sequence[str]) -> None:
+        """A member votes for lives of its view that said goodbye, and for nobody else."""
+        before = self.world.invariants.commits.get(view)
+        for peer in votes if before is not None else ():
+            member = before.member(peer) if before is not None else None
+            if member is None or (peer, member.incarnation) not in self._left:
+                raise Violation("I1", f"{host.name} votes for {peer}, which did not leave that view")
+
+    def _check_tally(self, host: SimulatedProcess, life: Conduct) -> None:
+        """A coordinator counts promises of its attempt, and after its `Begin` no others."""
+        machine, tally = host.machine, host.machine._coordinator._tally
+        if tally is None:
+            return
+        commit = machine.commit
+        view = commit.digest if commit is not None else ""
+        for peer, ready in tally.ready.items():
+            if ready.key != (machine.making, tally.attempt):
+                raise Violation("I1", f"{host.name} counts a promise of {peer} for {ready.key}, not for its attempt")
+        if tally.begin is not None and life.made_of[0] is not tally.begin:
+            life.made_of = tally.begin, dict(tally.ready)
+        elif tally.begin is not None and life.made_of[1] != tally.ready:
+            raise Violation("I2", f"{host.name} changes what attempt {tally.attempt} is made of after its Begin")
+        if tally.proposal is None:
+            return
+        digest = tally.proposal.digest
+        if life.proposal[:2] != (tally.attempt, digest):
+            life.proposal = tally.attempt, digest, host.now
+        if machine.me.peer in tally.accepts:
+            life.accepted = view, tally.attempt, digest
+
+    # ------------------------------------------------------------ leavers
+
+    def _check_heirs(self, host: SimulatedProcess, life: Conduct) -> None:
+        """A goodbye that was heard binds as soon as its view votes: the heir has the vote, and what was promised."""
+        machine, waiting = host.machine, []
+        for sender, goodbye, lineage in life.goodbyes:
+            commit = machine.commit
+            if commit is None or goodbye.version > machine.making:
+                waiting.append((sender, goodbye, lineage))
+                continue
+            member = commit.member(sender.peer)
+            here = goodbye.version == machine.making and machine.lineage == lineage and goodbye.heir
+            if not here or member is None or member.incarnation != sender.incarnation:
+                continue
+            if sender.peer not in machine.electorate._heirs:
+                raise Violation("I1", f"{host.name} heard the goodbye of {sender.peer}, and knows of no heir")
+            if goodbye.heir == machine.me.peer and (
+                machine.attempt < goodbye.attempt or machine._acceptor.accepted[0] < goodbye.accepted_attempt
+            ):
+                raise Violation("I1", f"{host.name} votes for {sender.peer}, and is not bound as that was")
+        life.goodbyes = waiting
+
+    # ------------------------------------------------------------ the attempt, and commits
+
+    def _check_group(self, host: SimulatedProcess, begin: m.Begin) -> None:
+        """The first attempt counts everybody that lives and offered, measured on the same state."""
+        machine, tally = host.machine, host.machine._coordinator._tally
+        most = machine.rules.policy.max_peers
+        names = {entry.peer for entry in begin.contributors}
+        if tally is None or tally.begin is not begin or (most is not None and most <= len(names)):
+            return
+        states = {tally.ready[peer].state_digest for peer in names}
+        alive = {member.peer for member in machine.alive() if not machine.roster.barred(member.peer)}
+        for peer in alive & tally.offered_at_s.keys() - names:
+            if tally.ready[peer].state_digest in states:
+                raise Violation("I7", f"{host.name} leaves {peer} out of version {begin.version}, which offered")
+
+    def on_commit(self, commit: Commit, before: Commit) -> None:
+        """Check the view of a commit that follows another."""
+        old = {(member.peer, member.incarnation) for member in before.view}
+        new = {(member.peer, member.incarnation) for member in commit.view}
+        over = self._over.get(before.digest, frozenset())
+        if again := over & new & self._members:
+            raise Violation("I1", f"version {commit.version} has {sorted(again)} in its view, a life that was over")
+        self._over[commit.digest] = over | (old - new)
+        for peer, incarnation in new - old:
+            if not self._clockless and (peer, incarnation, commit.lineage) not in self._followed:
+                raise Violation("I8", f"version {commit.version} takes {peer} in, which is in another lineage")
+
+    def _check_newcomers(self, host: SimulatedProcess, life: Conduct, commit: Commit) -> None:
+        """Joiners that a proposal takes in are so near that commits bring them there."""
+        machine = host.machine
+        near = max(machine.rules.backlog_versions - 1, 0)
+        known = {(member.peer, member.incarnation) for member in machine.view}
+        for member in commit.view:
+            if (member.peer, member.incarnation) not in known and life.lag.get(member, 0) > near:
+                raise Violation("I7", f"{host.name} takes {member.peer} in, {life.lag[member]} versions behind")
+
+    def _closes(self, host: SimulatedProcess, life: Conduct, commit: Commit) -> None:
+        """Who closes a version stood at the commit before it. A witness needs only the latest."""
+        if life.stands and not host.witness and commit.previous != life.stands:
+            raise Violation("I1", f"{host.name} closes version {commit.version}, which does not follow its own")
+        if commit.fragment < 0:
+            self._founds(host, life, commit)
+        life.stands, life.stood_s = commit.digest, host.now
+        if host.machine.me in commit.view:
+            self._members.add((host.name, host.machine.me.incarnation))
+
+    def _founds(self, host: SimulatedProcess, life: Conduct, commit: Commit) -> None:
+        """A run begins with enough peers. A lineage apart is founded by the first that lives, after its patience."""
+        if commit.digest in self._founded:
+            return
+        self._founded.add(commit.digest)
+        invariants, rules = self.world.invariants, self.world.setup.rules
+        trainers = [member for member in commit.view if not member.witness]
+        if commit.previous not in invariants.commits or commit.lineage in invariants.refounded:
+            if len(trainers) < rules.start_peers:
+                raise Violation("I8", f"{host.name} founds with {len(trainers)} peers of {rules.start_peers}")
+            return
+        since_s, after_s = life.alone_since_s, rules.continue_after_s or 0.0
+        if trainers[0].peer != host.name:
+            raise Violation("I8", f"{host.name} founds a lineage in place of {trainers[0].peer}")
+        if since_s is None or host.now - since_s < after_s - SLACK_S:
+            raise Violation("I8", f"{host.name} founds a lineage before it was alone for {after_s:g} s")
+
+    # ------------------------------------------------------------ after each step
+
+    def _stands(self, host: SimulatedProcess, life: Conduct) -> None:
+        machine = host.machine
+        commit = machine.commit
+        digest = commit.digest if commit is not None else ""
+        if digest != life.stands:
+            life.stands, life.stood_s = digest, host.now
+            if machine.in_view:
+                self._members.add((host.name, machine.me.incarnation))
+        self._followed.add((host.name, machine.me.incarnation, machine.lineage))
+        life.alone_since_s = (life.alone_since_s or host.now) if machine.alone else None
+        self._check_tally(host, life)
+        if life.goodbyes:
+            self._check_heirs(host, life)
+
+    # ------------------------------------------------------------ what a peer hears
+
+    def before(self, host: SimulatedProcess) -> Before:
+        """The state of a simulated peer that a message is about to reach."""
+        machine = host.machine
+        tokens = machine.commit.tokens if machine.commit is not None else -1
+        return Before(machine.attempt, machine.lineage, tokens, len(machine.forks))
+
+    def on_message(
+        self,
+        host: SimulatedProcess,
+        envelope: m.Envelope,
+        reply: m.Reply,
+        effects: Sequence[m.Effect],
+        before: Before,
+    ) -> None:
+        """Check the answer of a simulated peer to a message."""
+        life, body, machine = self._life(host), envelope.body, host.machine
+        if life.gone:
+            return
+        if isinstance(body, m.Evict):
+            member = machine.commit.member(body.peer) if machine.commit is not None else None
+            if reply is m.Reply.OK and member is not None and member.incarnation > body.incarnation:
+                raise Violation("I1", f"{host.name} takes {body.peer} for dead, of which a later life is in its view")
+            return
+        if reply in HEARD and not isinstance(body, m.Committed):
+            self._check_life(host, life, envelope.sender)
+        match body:
+            case m.Heartbeat() if reply in (m.Reply.OK, m.Reply.UNREACHED):
+                self._check_beat(host, life, envelope.sender, body, effects)
+            case m.Heartbeat() if reply is m.Reply.OTHER_LINEAGE:
+                self._check_meeting(host, envelope, body, effects, before)
+            case m.Goodbye() if reply is m.Reply.OK:
+                life.goodbyes.append((envelope.sender, body, machine.lineage))
+                self._check_heirs(host, life)
+            case m.Gather() if reply is m.Reply.OK and body.attempt < before.attempt:
+                self._check_asked(host, effects)
+            case m.Committed(commit) if reply is m.Reply.OK and machine.commit is not None and not host.witness:
+                here = commit.previous == machine.commit.digest and commit.lineage == machine.lineage
+                life.decided = commit if here else life.decided
+
+    def _check_life(self, host: SimulatedProcess, life: Conduct, sender: Member) -> None:
+        """An earlier life of a peer is refused once the next one has spoken."""
+        if sender.peer == host.name or self._clockless:
+            return
+        latest, at_s = life.heard.get(sender.peer, (sender.incarnation, 0.0))
+        if sender.incarnation < latest and host.now - at_s < MEMORY_S:
+            raise Violation("I1", f"{host.name} hears life {sender.incarnation} of {sender.peer} after {latest}")
+        life.heard[sender.peer] = sender.incarnation, host.now
+
+    def _check_beat(
+        self, host: SimulatedProcess, life: Conduct, sender: Member, beat: m.Heartbeat, effects: Sequence[m.Effect]
+    ) -> None:
+        """Who hears nobody is not waited for; who is behind gets the latest commit."""
+        machine = host.machine
+        life.lag[sender] = machine.version - beat.version
+        if beat.deaf and sender in machine.alive():
+            raise Violation("I7", f"{host.name} waits for {sender.peer}, which hears nobody")
+        if machine.commit is None:
+            return
+        late = beat.version < machine.version and host.now - life.stood_s >= HEARTBEAT_S
+        if not beat.founded or beat.version < machine.version - 1 or late:
+            told = (isinstance(effect, m.Send) and isinstance(effect.envelope.body, m.Committed) for effect in effects)
+            if not any(told):
+                raise Violation("I7", f"{host.name} tells {sender.peer} at {beat.version} of no later version")
+
+    def _check_meeting(
+        self,
+        host: SimulatedProcess,
+        envelope: m.Envelope,
+        beat: m.Heartbeat,
+        effects: Sequence[m.Effect],
+        before: Before,
+    ) -> None:
+        """Of two lineages with as many tokens the later founded goes on, and all that see them say so."""
+        left = any(isinstance(effect, m.Resync) for effect in effects)
+        if not left or before.tokens != beat.committed_tokens:
+            return
+        pair = frozenset((before.lineage, envelope.lineage)), before.tokens
+        if before.forks > len(beat.forks) or self._goes_on.setdefault(pair, envelope.lineage) != envelope.lineage:
+            raise Violation("I8", f"{host.name} leaves lineage {before.lineage} for {envelope.lineage}, which ends")
+
+    def _check_asked(self, host: SimulatedProcess, effects: Sequence[m.Effect]) -> None:
+        """Who is asked for an earlier attempt answers to a coordinator that lives."""
+        answers = [one for one in effects if isinstance(one, m.Send) and isinstance(one.envelope.body, m.Ready)]
+        for answer in answers:
+            if answer.to not in host.machine.alive():
+                raise Violation("I7", f"{host.name} promises an attempt of {answer.to.peer}, which does not live")
+
+    # ------------------------------------------------------------ events
+
+    def on_event(self, host: SimulatedProcess, event: m.Event) -> None:
+        """Check a simulated peer after an event of its driver."""
+        life = self._life(host)
+        if life.gone or host.machine.commit is None:
+            return
+        if isinstance(event, m.Tick):
+            self._check_repeats(host, life)
+        elif isinstance(event, m.MeanHeld) and life.decided is not None:
+            commit, life.decided = life.decided, life.decided if event.mean_digest != life.decided.mean_digest else None
+            if life.decided is None and commit.previous == host.machine.commit.digest:
+                raise Violation("I7", f"{host.name} has the mean of version {commit.version}, and does not close it")
+
+    def _check_repeats(self, host: SimulatedProcess, life: Conduct) -> None:
+        """What is not answered is said again, and a proposal that nobody accepts is given up."""
+        machine, tally = host.machine, host.machine._coordinator._tally
+        me, attempt, contributor = machine.me.peer, machine.attempt, machine._contributor
+        kind: type
+        owed: list[tuple[type, str]] = []
+        if tally is not None and (tally.proposal is not None or tally.begin is not None):
+            kind = m.Begin if tally.proposal is None else m.Propose
+            owed = [(kind, one.peer) for one in tally.audience if one.peer not in tally.accepts]
+        elif tally is not None:
+            owed = [(m.Gather, one.peer) for one in machine.view if attempt and one.peer not in tally.ready]
+        elif contributor.offer is not None and contributor.reduction is None and machine.commit is not None:
+            owed = [(m.Ready, self._seat(machine.commit, attempt).peer)]
+        what = life.stands, attempt, owed[0][0] if owed else None
+        if life.owes[0] != what:
+            life.owes = what, host.now
+        for kind, peer in owed:
+            said_s = life.sent.get((life.stands, attempt, kind, peer), 0.0)
+            if peer != me and host.now - max(said_s, life.owes[1]) > HEARTBEAT_S + SLACK_S:
+                raise Violation("I7", f"{host.name} does not say {kind.__name__} again to {peer}")
+        asks = tally is not None and tally.proposal is not None
+        if asks and host.now - life.proposal[2] > 4 * STALL_S + SLACK_S:
+            raise Violation("I7", f"{host.name} does not give up a proposal that nobody accepts")

@@ -1,0 +1,172 @@
+"""Checks of what a simulated peer writes: it is on the disk when production says so, and it says what was so.
+
+A checkpoint is read here by its format alone, when it is complete, and compared with the progress that was followed
+apart. A life that resumes must have what the checkpoint's own life had.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.accounts.ledger import LEDGER
+from diloco.outer.fragments import read_fragment
+from diloco.simulate.virtual.oracle.gate import Violation
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.oracle.progress import SimulatedProgress
+    from diloco.simulate.virtual.process import SimulatedProcess
+
+CHECKPOINTS = "checkpoints"
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class SavedProgress:
+    """A simulated peer as it was when a checkpoint of it was begun."""
+
+    version: int
+    commit: str
+    """Digest of its commit; empty: there is none."""
+    state: str
+    tokens: int
+    blocks: int
+    pieces: tuple[tuple[int, ...], ...]
+    sums: tuple[Tensor, ...]
+    residuals: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(progress: SimulatedProgress) -> SavedProgress:
+        """The progress of a simulated life now."""
+        line = progress.line
+        commit = line.commit.digest if line.commit is not None else ""
+        return SavedProgress(
+            line.state.version, commit, line.state.digest, progress.tokens, line.trained.blocks,
+            tuple(map(tuple, progress.uncommitted)), tuple(one.clone() for one in progress.sums),
+            tuple(one.clone() for one in progress.residuals),
+        )  # fmt: skip
+
+
+class SimulatedRecords:
+    """Checkpoints and ledger of one life of a simulated peer."""
+
+    def __init__(self, process: SimulatedProcess) -> None:
+        self._process = process
+        self._begun: SavedProgress | None = None
+        self._before: set[int] = set()
+        """Versions of the checkpoints that there are meanwhile, up to its own."""
+
+    # ------------------------------------------------------------ checkpoints
+
+    def begins(self) -> None:
+        """A checkpoint is begun: it must have what the peer has now."""
+        process = self._process
+        if process.progress is not None:
+            self._begun = SavedProgress.of(process.progress)
+            self._before = self._until(self._begun.version)
+            process.disk.saved.append(self._begun)
+            if self._begun.version in self._before:
+                process.disk.durable = -1  # the one in its place steps aside
+
+    def _until(self, version: int) -> set[int]:
+        here = {int(path.name[1:]) for path in (self._process.disk.folder / CHECKPOINTS).glob("v*")}
+        return {one for one in here if one <= version}
+
+    def complete(self) -> None:
+        """I5: production says that the checkpoint begun last is complete."""
+        begun, disk, name = self._begun, self._process.disk, self._process.name
+        if begun is None:
+            return
+        folder = disk.folder / CHECKPOINTS
+        path = folder / f"v{begun.version:08d}"
+        here, keep = self._until(begun.version), self._process.world.setup.site.storage.keep
+        if not path.is_dir() or len(here) != min(len(self._before | {begun.version}), keep):
+            raise Violation("I5", f"{name} keeps checkpoints of {sorted(here)} after that of version {begun.version}")
+        if not disk.lying:
+            for one in (folder, path, *path.iterdir()):
+                if not disk.certain(one):
+                    raise Violation("I5", f"{name} does not sync {one.name} of its checkpoint {path.name}")
+            disk.durable = max(disk.durable, begun.version)
+        self._compare(path, begun)
+
+    def _compare(self, path: Path, begun: SavedProgress) -> None:
+        """I5: a simulated peer's checkpoint has the numbers and values of the peer when it was begun."""
+        meta = json.loads((path / "manifest.json").read_text())["meta"]
+        name, where = self._process.name, f"checkpoint of version {begun.version}"
+        if (meta["tokens"], meta["blocks"]) != (begun.tokens, begun.blocks):
+            what = f"has {meta['tokens']} tokens and {meta['blocks']} blocks of progress"
+            raise Violation("I5", f"{name}'s {where} {what}, there are {begun.tokens} and {begun.blocks}")
+        progress = self._process.progress
+        assert progress is not None
+        layout = progress.line.layout
+        residuals = _tensors(path / "residual.safetensors")
+        for fragment, true in zip(layout.fragments, begun.residuals, strict=True):
+            found = residuals.get(str(fragment.index))
+            self._alike(f"residual in its {where}", true, found if found is not None else torch.zeros_like(true))
+        outer, local = _tensors(path / "outer.safetensors"), _tensors(path / "local.safetensors")
+        if bool(local) != bool(begun.tokens):
+            raise Violation("I5", f"{name}'s {where} has {'' if local else 'no '}weights, of {begun.tokens} tokens")
+        if local and progress.exact:
+            anchors = [outer[f"{fragment.index}/anchor"] for fragment in layout.fragments]
+            for fragment, anchor, true in zip(layout.fragments, anchors, begun.sums, strict=True):
+                self._alike(f"progress in its {where}", true, read_fragment(local, fragment) - anchor)
+
+    def _alike(self, what: str, true: Tensor, found: Tensor) -> None:
+        progress = self._process.progress
+        assert progress is not None
+        error = (found - true).abs().max().item()
+        if progress.exact and not error <= TOLERANCE * (1 + true.abs().max().item()):
+            raise Violation("I5", f"{self._process.name}: the {what} is off by {error:.2g}")
+
+    def resumed(self) -> SavedProgress:
+        """I5: a simulated life begins with what the newest checkpoint's own life had. Returns that."""
+        process = self._process
+        assert process.progress is not None
+        line, disk = process.line, process.disk
+        if line.state.version < disk.durable:
+            what = f"resumes from version {line.state.version}, and its disk has one of version {disk.durable}"
+            raise Violation("I5", f"{process.name} {what}")
+        commit = line.commit.digest if line.commit is not None else ""
+        saved = [one for one in disk.saved if (one.version, one.commit) == (line.state.version, commit)]
+        found = (line.state.digest, line.trained.tokens, line.trained.blocks)
+        alike = [one for one in saved if (one.state, one.tokens, one.blocks) == found]
+        if not alike:
+            what = f"resumes at version {line.state.version} with {found[1]} tokens and {found[2]} blocks of progress"
+            raise Violation("I5", f"{process.name} {what}, which no life before it saved")
+        pieces = tuple(map(tuple, process.progress.uncommitted))
+        same = [one for one in alike if not one.tokens or one.pieces == pieces]
+        if not same:
+            raise Violation("I5", f"{process.name} resumes with other progress than its tokens stand for")
+        return same[-1]
+
+    # ------------------------------------------------------------ the ledger
+
+    def booked(self) -> None:
+        """A record was written: it is on the disk before the life goes on."""
+        disk = self._process.disk
+        path = disk.folder / LEDGER
+        if disk.keeps and path.exists() and not disk.certain(path):
+            raise Violation("I2", f"{self._process.name} goes on before the ledger's last record is on its disk")
+
+
+def _tensors(path: Path) -> Mapping[str, Tensor]:
+    """Tensors of a checkpoint's file, all of them fp32, by the format of safetensors; none where there is no file."""
+    if not path.exists():
+        return {}
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        values = np.frombuffer(data[start + first : start + last], dtype="<f4").copy()
+        tensors[name] = torch.from_numpy(values.reshape(entry["shape"]))
+    return tensors

@@ -1,0 +1,113 @@
+"""The reductions of every simulated life, and the commits that come of them: rules of what is averaged and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diloco.base.types import Commit
+from diloco.protocol import messages as m
+from diloco.simulate.virtual.oracle.gate import Violation
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.process import SimulatedProcess
+    from diloco.simulate.virtual.world import SimulatedWorld
+
+
+@dataclass(slots=True)
+class Work:
+    """One process's part in the reduction under way."""
+
+    spans: dict[int, str] = field(default_factory=dict)
+    """Owners of the parts."""
+    folded: set[int] = field(default_factory=set)
+    """Parts that it has averaged."""
+    exposed: tuple[str, int] = ("", -1)
+    """The commit at which it stood, and the version that may count bytes which it sent."""
+
+
+class SimulatedReductions:
+    """Checks of all reductions of a simulation (I2, I3)."""
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        self.world = world
+        self._works: dict[int, Work] = {}
+        """By life."""
+
+    def on_effects(self, host: SimulatedProcess, effects: Sequence[m.Effect]) -> None:
+        """Check the effects of a step of a simulated peer that are about its reduction."""
+        work = self._works.get(host.life)
+        if work is None:
+            work = self._works[host.life] = Work()
+        for effect in effects:
+            match effect:
+                case m.BeginReduction(begin):
+                    self._begins(host, work, begin)
+                case m.RepairReduction(repair):
+                    self._repairs(host, work, repair, effects)
+                case m.FoldPart(_, attempt, part) if part in work.folded:
+                    raise Violation("I3", f"{host.name} averages part {part} of attempt {attempt} once more")
+                case m.FoldPart(_, _, part):
+                    work.folded.add(part)
+                case m.Close(commit) if commit.fragment < 0 and work.exposed == (commit.previous, commit.version + 1):
+                    work.exposed = commit.digest, commit.version + 1
+                    if not host.machine._contributor._exposed:
+                        raise Violation("I2", f"{host.name} forgets at a founding what others may count")
+
+    def _begins(self, host: SimulatedProcess, work: Work, begin: m.Begin) -> None:
+        """Who takes part in a reduction has the very contribution that it counts."""
+        work.spans = {part: span.owner for span in begin.spans for part in range(span.start, span.stop)}
+        work.folded = set()
+        mine = [entry for entry in begin.contributors if entry.peer == host.name]
+        offer = host.machine._contributor.offer
+        if not mine:
+            return
+        entry = mine[0]
+        counted = entry.base_version, entry.weight, entry.tokens, entry.blocks
+        if offer is None or counted != (offer.base_version, offer.weight, offer.tokens, offer.blocks):
+            raise Violation("I2", f"{host.name} takes part with {offer}, and {counted} is counted")
+        commit = host.machine.commit
+        work.exposed = commit.digest if commit is not None else "", begin.version
+
+    def _repairs(self, host: SimulatedProcess, work: Work, repair: m.Repair, effects: Sequence[m.Effect]) -> None:
+        """Parts that a repair moves are sent to their new owners, and awaited from them."""
+        after = {part: span.owner for span in repair.spans for part in range(span.start, span.stop)}
+        moved = {part for part, owner in after.items() if work.spans.get(part, owner) != owner}
+        owed = {part for part in moved if after[part] != host.name}
+        work.spans = after
+        work.folded -= moved
+        machine = host.machine._contributor
+        reduction = machine.reduction
+        if reduction is None or reduction.key != repair.key or reduction.generation != repair.generation:
+            return
+        if not moved <= reduction.absent or (moved and reduction.mean_digest):
+            raise Violation("I3", f"{host.name} keeps parts of the mean that a repair moved")
+        sent = {
+            part
+            for effect in effects
+            if isinstance(effect, m.SendContribution) and effect.generation == repair.generation
+            for part in range(effect.span.start, effect.span.stop)
+        }
+        if reduction.contributes and machine.offer is not None and not owed <= sent:
+            raise Violation("I3", f"{host.name} does not send parts {sorted(owed - sent)} to their new owners")
+
+    def on_commit(self, commit: Commit, before: Commit) -> None:
+        """Check the contributions and leases of a commit that follows another."""
+        parts = self.world.setup.layout.fragments[commit.fragment].parts if commit.fragment >= 0 else 0
+        for entry in commit.counted:
+            if not any(commit.counts(entry.peer, part) for part in range(parts)):
+                raise Violation("I2", f"version {commit.version} counts {entry.peer}, which is in no part of the mean")
+        self._check_lost_blocks(commit, before)
+
+    def _check_lost_blocks(self, commit: Commit, before: Commit) -> None:
+        """Blocks of the lost are not leased again: they may have been trained on."""
+        leased = [*commit.leases.returned, *(run for held in commit.leases.held.values() for run in held)]
+        for peer in before.leases.held.keys() - commit.leases.held.keys():
+            member = before.member(peer)
+            process = self.world.machines.process_of(member) if member is not None else None
+            if process is None or process.leaving:
+                continue
+            for lost in before.leases.held[peer]:
+                if any(run.start < lost.stop and lost.start < run.stop for run in leased):
+                    raise Violation("I2", f"version {commit.version} leases blocks of {peer} again, which is lost")

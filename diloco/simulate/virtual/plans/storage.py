@@ -1,0 +1,198 @@
+"""Situations in which storage, copies and books of simulated peers matter, in place of the faults that a seed drew.
+
+By chance alone each of them comes in one plan of hundreds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from random import Random
+
+from diloco.simulate.virtual.plans.plan import (
+    CHECKPOINT_S,
+    FLIPPED,
+    FUSE_S,
+    IN_CHECKPOINT,
+    IN_RECORD,
+    MEDDLES,
+    Fault,
+    FaultPlan,
+)
+
+LOSSY = ("topk", "sign", "int4")
+"""Codecs that leave over so much that nobody can miss it."""
+CALM_S = 3.0
+SLOW = "1+1+1+0.1"
+ONE_FAST = "1+0.5+0.5+0.5"
+SLOWEST = ("0.02+4", "0.01+4", "4+0.02")
+"""Uplinks in Mbit/s, one of which needs 5 to 10 seconds for half of a contribution."""
+
+
+def of_storage(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A seed's plan with one situation in place of its faults."""
+    situations = dict(SITUATIONS)
+    if plan.policy == "quorum":
+        situations[_lags] = 5
+    if plan.without_majority == "continue":
+        situations[_parts] = 16
+    situation = dice.choices(list(situations), list(situations.values()))[0]
+    found = situation(dice, replace(plan, calm_s=min(plan.calm_s, CALM_S), total_tokens=0))
+    faults = [replace(fault, at_s=round(fault.at_s, 2), for_s=round(fault.for_s, 2)) for fault in found.faults]
+    return replace(found, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _peer(dice: Random, plan: FaultPlan) -> str:
+    return f"p{dice.randrange(plan.peers)}"
+
+
+def _overlapping(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A plan in which inner steps go on while contributions are on their way."""
+    return replace(plan, overlap=dice.choice((0.3, 1.0)), merge="carry")
+
+
+def _goes_on(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """One dies, or all do, and goes on from its checkpoint, which may be damaged; it holds progress and a residual."""
+    plan = replace(_overlapping(dice, plan), codec=dice.choice(LOSSY), feedback=0.95, radial=False)
+    at_s, peer = dice.uniform(3.0, 6.0), _peer(dice, plan)
+    back_s, how = at_s + dice.uniform(0.3, 1.5), dice.choice(("disk", FLIPPED))
+    if dice.random() < 0.3:
+        return replace(plan, faults=(Fault(at_s, "blackout", "*"), Fault(back_s, "resume", "p0")))
+    dies = dice.choice(("", "after Close", IN_CHECKPOINT))
+    wait_s = CHECKPOINT_S if dies == IN_CHECKPOINT else FUSE_S if dies else 0.0
+    return replace(plan, faults=(Fault(at_s, "kill", peer, how=dies), Fault(back_s + wait_s, "restart", peer, how=how)))
+
+
+def _fills(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A disk is full while versions close, and has room again, twice; then its peer starts again from it."""
+    peer, at_s = _peer(dice, plan), dice.uniform(1.0, 2.0)
+    for_s = dice.uniform(1.0, 2.0)
+    faults = [Fault(at_s, "full", peer, for_s), Fault(at_s + for_s + 1.5, "full", peer, for_s)]
+    if dice.random() < 0.5:
+        at_s = at_s + 2 * for_s + dice.uniform(1.0, 3.0)
+        faults += [Fault(at_s, "kill", peer), Fault(at_s + 0.5, "restart", peer, how="disk")]
+    return replace(plan, faults=tuple(faults))
+
+
+def _tears(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A machine loses power in the middle of a record of the ledger, which its peer goes on with."""
+    peer, at_s = _peer(dice, plan), dice.uniform(1.0, 4.0)
+    kind, back_s = dice.choice(("kill", "power")), at_s + FUSE_S + dice.uniform(0.2, 1.0)
+    return replace(plan, faults=(Fault(at_s, kind, peer, how=IN_RECORD), Fault(back_s, "restart", peer, how="disk")))
+
+
+def _damages(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A peer damages what it sends, while one joins and another misses versions."""
+    plan = replace(plan, peers=max(plan.peers, 4))
+    bad, away, other = dice.sample(range(plan.peers), 3)
+    at_s = dice.uniform(1.0, 2.0)
+    kind = dice.choice(("stop", "cut", "link", "link"))
+    faults = [
+        Fault(at_s, "corrupt", f"p{bad}", 6.0),
+        Fault(at_s + 0.2, kind, f"p{away}+p{other}" if kind == "link" else f"p{away}", 3.5),
+        Fault(at_s + dice.uniform(0.2, 2.0), "join", "j9"),
+    ]
+    return replace(plan, faults=tuple(faults))
+
+
+def _meddles(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A member sends means of parts that others own."""
+    plan = replace(plan, peers=max(plan.peers, 3))
+    return replace(plan, faults=(Fault(dice.uniform(0.5, 2.0), "lie", _peer(dice, plan), 4.0, MEDDLES),))
+
+
+def _copies_slowly(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """Versions close while one that joins copies the state; one of those that give it may die meanwhile."""
+    plan = replace(plan, peers=max(plan.peers, 3), delay_s=0.05, round_s=0.4, bandwidth="")
+    at_s = dice.uniform(1.0, 3.0)
+    faults = [Fault(at_s, "slow", "j9", dice.choice((4.0, 8.0))), Fault(at_s, "join", "j9")]
+    if dice.random() < 0.5:
+        faults.append(Fault(at_s + dice.uniform(1.0, 4.0), "kill", "p1"))
+    return replace(plan, faults=tuple(faults))
+
+
+def _misses(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A peer that has just sent its contribution misses about as many versions as others keep."""
+    plan = replace(_overlapping(dice, plan), peers=max(plan.peers, 3), round_s=0.4, delay_s=0.05)
+    peer, at_s = _peer(dice, plan), dice.uniform(1.0, 3.0)
+    kind = dice.choice(("stop", "cut", "link"))
+    group = f"{peer}+p{(int(peer[1:]) + 1) % plan.peers}" if kind == "link" else peer
+    return replace(plan, faults=(Fault(at_s, kind, group, dice.uniform(2.5, 6.0)),))
+
+
+def _lags(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A quorum goes on without one that is slow, and counts it: it finds that out when more has closed than is kept."""
+    plan = replace(plan, peers=4, speeds=SLOW, overlap=1.0, merge="carry", round_s=0.4, delay_s=0.05, calm_s=6.0)
+    plan = replace(
+        plan,
+        bandwidth="",
+        most_peers=0,
+        codec=dice.choice(("fp32", "topk")),
+        radial=False,
+        feedback=dice.choice((-1.0, 0.95)),
+    )
+    return replace(plan, faults=(Fault(dice.uniform(2.0, 4.0), "join", "j9"),))
+
+
+def _parts(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """Some go on apart, with inner steps beside the exchange, and meet the others again.
+
+    One that goes on alone may make more versions than the others, with fewer tokens. Where it is the others that are
+    fewer, one joins them.
+    """
+    plan = replace(_overlapping(dice, plan), peers=max(plan.peers, 3), round_s=0.4, delay_s=0.05, bandwidth="")
+    at_s, for_s = dice.uniform(1.0, 3.0), dice.uniform(5.0, 7.0)
+    match dice.choice(("fast", "joined", "halves")):
+        case "fast":
+            faults = [
+                Fault(at_s, "cut", "p0+j9", for_s + 2.0),
+                Fault(at_s + for_s + dice.uniform(0.0, 1.0), "join", "j9"),
+            ]
+            return replace(plan, peers=4, speeds=ONE_FAST, faults=tuple(faults))
+        case "joined":
+            group = "+".join(f"p{index}" for index in range(1, plan.peers))
+            joins = Fault(at_s + for_s - dice.uniform(0.5, 2.0), "join", "j9")
+            return replace(plan, faults=(Fault(at_s, "cut", group, for_s), joins))
+    group = "+".join(f"p{index}" for index in range(plan.peers // 2))
+    return replace(plan, faults=(Fault(at_s, "cut", group, for_s),))
+
+
+def _leaves(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """Peers leave in good order, one of them when it is out of the view."""
+    plan = replace(_overlapping(dice, plan), peers=max(plan.peers, 3))
+    first, second = dice.sample(range(plan.peers), 2)
+    at_s = dice.uniform(1.5, 3.0)
+    faults = [
+        Fault(at_s, "leave", f"p{first}", how=dice.choice(("", "after Close", "after Close"))),
+        Fault(at_s, "cut", f"p{second}", 3.0),
+        Fault(at_s + 3.0 + dice.uniform(0.0, 1.0), "leave", f"p{second}"),
+    ]
+    return replace(plan, faults=tuple(faults))
+
+
+def _ends(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """The run ends soon, with overlapped inner steps left over, and some of its peers stop for a while before that."""
+    plan = replace(_overlapping(dice, plan), peers=min(plan.peers, 4), most_peers=0)
+    plan = replace(plan, fragments=dice.choice((1, 2)), total_tokens=plan.peers * 4 * dice.randint(2, 5))
+    return replace(plan, faults=(Fault(dice.uniform(1.0, 4.0), "stop", _peer(dice, plan), dice.uniform(0.5, 3.0)),))
+
+
+def _waits(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """The uplink of one of two is so slow that a version takes longer than its peers wait for it."""
+    plan = replace(plan, peers=2, bandwidth=dice.choice(SLOWEST), round_s=1.0, fragments=1, codec="fp32", witnesses=0)
+    return replace(plan, overlap=0.0, merge="carry", faults=(Fault(dice.uniform(7.0, 9.0), "stop", "p1", 0.1),))
+
+
+SITUATIONS: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
+    _goes_on: 3,
+    _fills: 2,
+    _tears: 2,
+    _damages: 3,
+    _copies_slowly: 3,
+    _misses: 2,
+    _leaves: 2,
+    _ends: 2,
+    _waits: 1,
+    _meddles: 1,
+}
+"""Stories of a plan, and how often each is drawn beside the others."""
