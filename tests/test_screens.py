@@ -153,15 +153,14 @@ def first_version(count: int) -> str:
         honest.close()
 
 
-def bomb(part: Part) -> list[Part]:
-    """Fits the limit of its part, and claims to hold 16 MiB."""
-    return [Part(part.index, zstandard.ZstdCompressor().compress(bytes(2**24)))]
+BOMB = zstandard.ZstdCompressor().compress(bytes(2**24))
+"""Fits the limit of a part, and claims to hold 16 MiB."""
 
 
 SPOILS: dict[str, Callable[[Part], list[Part]]] = {
     "too long": lambda part: [Part(part.index, bytes(2000))],
     "too short": lambda part: [Part(part.index, part.payload[:-1])],
-    "inflating": bomb,
+    "inflating": lambda part: [Part(part.index, BOMB)],
     "no such part": lambda part: [Part(part.index + 1000, part.payload)],
     "not the receiver's part": lambda part: [Part((part.index + 2) % 5, part.payload)],
     "another part's bytes": lambda part: [Part(part.index, b"\x28\xb5\x2f\xfd" + part.payload[4:][::-1])],

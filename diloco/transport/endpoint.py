@@ -26,7 +26,7 @@ from diloco.protocol.streams import Welcome
 from diloco.transport.address import is_loopback, join_address, split_address, split_ticket
 from diloco.transport.dht import AnnouncedPeer, Directory, Presence
 from diloco.transport.grpc_link import GrpcLink
-from diloco.transport.grpc_server import Server, serve
+from diloco.transport.grpc_server import Server, keep_freed_memory, serve
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
 from diloco.transport.loop_probe import probe_from_environment
 
@@ -63,6 +63,7 @@ class Runtime:
         self.link = GrpcLink(rpc_s, self._keys, send_bps, streams)
 
     def _live(self) -> None:
+        keep_freed_memory()
         probe_from_environment()
         with self._runner:  # which cancels what still runs in the end, and closes the loop
             self.loop.run_forever()

@@ -28,7 +28,7 @@ from diloco.identity.keys import SERVER_NAME, VARIABLE, Keys
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import Limits, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.address import join_address, split_address
-from diloco.transport.grpc_server import REPLY_KEY, keep_freed_memory, parsed, progress
+from diloco.transport.grpc_server import REPLY_KEY, parsed, progress
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, untold
 from diloco.transport.pace import Outbox, RateLimit, Uplink
 from diloco.wire import convert
@@ -76,7 +76,6 @@ class GrpcLink(Link):
     """
 
     def __init__(self, rpc_s: float, keys: Keys, send_bps: float = 0.0, streams: int = 1) -> None:
-        keep_freed_memory()
         self._rpc_s = rpc_s
         self._credentials = channel_credentials(keys)
         self._connections: dict[str, _Connections] = {}

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from functools import cache
 from itertools import starmap
 from typing import Any, Final, TypeVar
 
@@ -67,15 +66,15 @@ def parsed(convert_: Callable[[M], T], message: M) -> T:
         raise LinkRefused(Reply.MALFORMED, str(error)) from error
 
 
-@cache
 def keep_freed_memory() -> None:
-    """Keep the memory of gRPC messages for the next ones: glibc shall not return freed blocks of up to 16 MiB.
+    """Keep the memory of gRPC messages for the next ones. On the thread of the event loop, before it runs.
 
-    It raises its thresholds (mallopt(3), M_MMAP_THRESHOLD) to the largest block ever freed. Before that, the pages of
-    every message are faulted in anew: 1.5 instead of 0.6 CPU-s per GB sent. Once is enough; a second block would come
-    from memory that is kept by then, and fill it with zeros, which takes up to 10 ms.
+    glibc shall not return freed blocks of up to 16 MiB: it raises its thresholds (mallopt(3), M_MMAP_THRESHOLD) to the
+    largest block ever freed. Before that, the pages of every message are faulted in anew: 1.5 instead of 0.6 CPU-s per
+    GB sent. And as many bytes are touched here, once: in the first round a message took up to 15 ms of the loop.
     """
     bytes(16 << 20)
+    bytearray(b"\1") * (16 << 20)
 
 
 class Server:
@@ -99,7 +98,6 @@ async def serve(service: Service, listen: str, keys: Keys, idle_s: float = 60.0)
 
     Raises ResourceError when the port is taken, UsageError when `listen` is no address.
     """
-    keep_freed_memory()
     host, port = split_address(listen)
     server = grpc.aio.server(
         options=[
