@@ -56,7 +56,7 @@ class SimulatedOperator:
         host = self.world.hosts.get(peer)
         former = self.world.machines.former_life(host) if host is not None and host.alive else None
         if former is not None:
-            self._spawn(lambda: self._tell_all(peer, former))
+            self._spawn(lambda: self._report_dead(peer, former))
 
     def resume(self) -> None:
         """`diloco peer --resume`: the peer with the latest checkpoint founds the run anew, the others join it."""
@@ -193,7 +193,7 @@ class SimulatedOperator:
         except (UnreachableError, TicketError, UsageError) as error:
             self.world.log("", f"the eviction of {peer} is not heard: {error}")
 
-    async def _tell_all(self, peer: str, incarnation: int) -> None:
+    async def _report_dead(self, peer: str, incarnation: int) -> None:
         link, operator = self._link(), Member(self.name, 0, "")
         for host in self._running():
             if not host.up or host.name == peer or host.machine.commit is None:

@@ -84,7 +84,7 @@ class SimulatedDuel:
             self.world.network.cuts.remove(self._cut)
 
     def _let_go(self) -> None:
-        """What was held back arrives when its receiver has gone on to a later attempt."""
+        """Send messages that were held back once their receiver has gone on to a later attempt."""
         if self.passes not in self.world.network.schedules:
             return
         self.world.after(LOOK_S, self._let_go)

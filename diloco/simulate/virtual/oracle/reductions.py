@@ -56,7 +56,7 @@ class SimulatedReductions:
                         raise Violation("I2", f"{host.name} forgets at a founding what others may count")
 
     def _begins(self, host: SimulatedProcess, work: Work, begin: m.Begin) -> None:
-        """Who takes part in a reduction has the very contribution that it counts."""
+        """Check that a peer that takes part in a reduction has the very contribution that it counts."""
         work.spans = {part: span.owner for span in begin.spans for part in range(span.start, span.stop)}
         work.folded = set()
         mine = [entry for entry in begin.contributors if entry.peer == host.name]

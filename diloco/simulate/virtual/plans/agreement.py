@@ -117,7 +117,7 @@ def _malformed(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 
 def _proven_deaths(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """Of an even view one dies, and then another, where their machine proves it."""
+    """One of an even view dies, and then another, where their machine proves it."""
     first, second, third = dice.sample(range(4), 3)
     at_s = dice.uniform(1.0, 3.0)
     faults = (
