@@ -504,6 +504,18 @@ def test_an_earlier_life_is_not_heard_again() -> None:
     assert roster.alive(later, 2.0)
 
 
+def test_a_life_whose_vote_is_kept_does_not_take_its_place_back() -> None:
+    """Its next life had a clock that began anew, and had heard nobody yet."""
+    roster = Roster(A, suspect_s=4.0, offences_allowed=3)
+    roster.meet([B], 0.0)
+    next_life = replace(B, incarnation=B.incarnation - 1)
+    assert not roster.may_speak(next_life, 59.0)
+    assert roster.may_speak(next_life, 61.0)
+    roster.heard(next_life, 61.0, m.Heartbeat(-1, False, True, Progress(), deaf=True))
+    roster.meet([A, B, C], 61.1, before=[A, B, C])
+    assert roster.may_speak(next_life, 61.2)
+
+
 @pytest.mark.parametrize(
     ("life", "lineage", "reply", "voters"),
     [

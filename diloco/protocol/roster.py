@@ -126,7 +126,9 @@ class Roster:
             known = self._entries.get(member.peer)
             if member.peer == self.me.peer or (known is not None and member.incarnation == known.member.incarnation):
                 continue
-            if known is None or (member.incarnation not in known.former and known.member in before):
+            if known is not None and member.incarnation in known.former:
+                continue  # a view may keep its vote; that does not bring it back
+            if known is None or known.member in before:
                 self._entries[member.peer] = self._next_life(known, member, now)
             elif member.incarnation > known.member.incarnation and not self._lives(known, now):
                 self._entries[member.peer] = RosterEntry(member, now, former=known.former)
