@@ -106,6 +106,9 @@ class SimulatedOperator:
     # ------------------------------------------------------------ what it does
 
     async def _help(self) -> None:
+        if self.world.finished:
+            self._stop_left_behind()
+            return
         if all(host.witness for host in self._running()):
             self.resume()
             return
@@ -142,6 +145,11 @@ class SimulatedOperator:
             self.world.hosts[name].die("the operator starts it again")
             self.world.join(name, with_disk=True)
         return bool(strays)
+
+    def _stop_left_behind(self) -> None:
+        """Stop peers without which the run has ended, since all others did: a state of the run's end is on a disk."""
+        for host in self._running():
+            host.die("the operator stops it: the run is done")
 
     def _stop_barred(self, statuses: dict[str, Status]) -> bool:
         """Stop peers whose contributions others refuse for good."""
@@ -187,7 +195,6 @@ class SimulatedOperator:
         if entry is None:
             return
         self.world.log("", f"the operator EVICTS {peer}")
-        self.world.promise.evicted.add((peer, entry["incarnation"]))
         try:
             await evict(self._link(), self.world.hosts[member].address, peer, entry["incarnation"])
         except (UnreachableError, TicketError, UsageError) as error:

@@ -331,8 +331,6 @@ class SimulatedProcess:
             reply, effects = receive(envelope, now)
             self.world.log_reply(envelope, self, reply)
             gate.on_message(self, envelope, reply, heeded)
-            if isinstance(envelope.body, m.Evict) and reply is m.Reply.OK:
-                self.world.promise.evicted.add((envelope.body.peer, envelope.body.incarnation))
             self.world.promise.on_message(self, envelope, reply)
             self._seen(effects)
             invariants.conduct.on_message(self, envelope, reply, effects, before)

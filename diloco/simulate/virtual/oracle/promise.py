@@ -21,12 +21,14 @@ class SimulatedPromise:
         self.world = world
         self._goodbyes: dict[tuple[str, int, str], dict[str, str]] = {}
         """By leaver, its incarnation and the commit that it stood on: members that heard its goodbye, and the heir."""
-        self.evicted: set[tuple[str, int]] = set()
-        """Lives that an operator declared dead."""
+        self.evicted: dict[tuple[str, int], set[int]] = {}
+        """By life that an operator declared dead: lives of processes that heard it. One that nobody heard is not here."""
 
     def on_message(self, host: SimulatedProcess, envelope: m.Envelope, reply: m.Reply) -> None:
-        """Note a goodbye that a simulated peer hears."""
+        """Note a goodbye, or an eviction, that a simulated peer hears."""
         body, sender = envelope.body, envelope.sender
+        if isinstance(body, m.Evict) and reply is m.Reply.OK:
+            self.evicted.setdefault((body.peer, body.incarnation), set()).add(host.life)
         if isinstance(body, m.Goodbye) and reply in (m.Reply.OK, m.Reply.STALE):
             for leaver in (sender.peer, *body.votes):
                 heard = self._goodbyes.setdefault((leaver, sender.incarnation, envelope.view), {})
@@ -75,7 +77,7 @@ class SimulatedPromise:
         living = {member.peer for member in view if world.lives(member)}
         gone = {member.peer for member in view if self._is_gone(commit, member, living)}
         needed = quorum(len(view), len(gone))
-        if any((member.peer, member.incarnation) in self.evicted for member in view):
+        if any(self._is_evicted(member, living) for member in view):
             needed = min(needed, len(view) - len(gone))
         votes = {member.peer for member in view if member.peer in living or self._has_heir(commit, member, living)}
         return votes - gone, needed
@@ -86,11 +88,17 @@ class SimulatedPromise:
         A leaver's vote lives on with an heir that lives, whatever its machine proves."""
         if member.peer in living:
             return False
-        if (member.peer, member.incarnation) in self.evicted:
+        if self._is_evicted(member, living):
             return True
         return not self._has_heir(commit, member, living) and all(
             self.world.machines.provable(self.world.hosts[name], member) for name in living
         )
+
+    def _is_evicted(self, member: Member, living: set[str]) -> bool:
+        """Whether an operator declared this life dead to all these trainers: each may coordinate, and then counts."""
+        heard = self.evicted.get((member.peer, member.incarnation))
+        hosts = [host for host in self.world.living() if host.up and host.machine.me.peer in living]
+        return heard is not None and all(host.life in heard or host.witness for host in hosts)
 
     def _has_heir(self, commit: Commit, leaver: Member, living: set[str]) -> bool:
         """Whether a leaver's vote went to a member that lives: the heir that it named, if that one heard it."""
@@ -102,7 +110,7 @@ class SimulatedPromise:
         for accepted in self.world.invariants.ballots.accepted_by(commit.digest, voters):
             if any(host.holds_mean(accepted.mean_digest) for host in self._trainers(commit)):
                 continue
-            if not self._may_give_up(commit):
+            if not self._may_give_up(commit, {host.name for host in self._trainers(commit)}):
                 return f"the mean of {accepted.digest[:8]}, which was accepted, is with no trainer that lives"
         return ""
 
@@ -112,12 +120,12 @@ class SimulatedPromise:
         before = self.world.invariants.commits.get(commit.previous)
         trainers = [host for host in self.world.living() if host.up and not host.witness]
         has_it = any(host.holds_mean(commit.mean_digest) for host in trainers)
-        return before is not None and not has_it and self._may_give_up(before)
+        return before is not None and not has_it and self._may_give_up(before, set())
 
-    def _may_give_up(self, commit: Commit) -> bool:
-        """Whether an operator answers for all trainers of a view that do not live."""
+    def _may_give_up(self, commit: Commit, heard_by: set[str]) -> bool:
+        """Whether an operator answers for all trainers of a view that do not live, and these have heard it."""
         lost = [member for member in commit.view if not member.witness and not self.world.lives(member)]
-        return bool(lost) and all((member.peer, member.incarnation) in self.evicted for member in lost)
+        return bool(lost) and all(self._is_evicted(member, heard_by) for member in lost)
 
 
 def _height(commit: Commit) -> tuple[int, int, bool]:
