@@ -22,7 +22,7 @@ class SimulatedPromise:
         self._goodbyes: dict[tuple[str, int, str], dict[str, str]] = {}
         """By leaver, its incarnation and the commit that it stood on: members that heard its goodbye, and the heir."""
         self.evicted: dict[tuple[str, int], set[int]] = {}
-        """By life that an operator declared dead: lives of processes that heard it. One that nobody heard is not here."""
+        """By life that an operator declared dead: lives of processes that heard it. One that nobody heard is absent."""
 
     def on_message(self, host: SimulatedProcess, envelope: m.Envelope, reply: m.Reply) -> None:
         """Note a goodbye, or an eviction, that a simulated peer hears."""
