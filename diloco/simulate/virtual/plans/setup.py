@@ -63,7 +63,7 @@ class SimulationSetup:
         lane = lane_terms(self.contract, self.site, self.layout)
         self.codecs: Sequence[Codec] = lane.codecs
         """By group of parameters."""
-        self.by_senders = [codec.mean == "senders" for codec in self.contract.codec.by_group]
+        self.by_senders = [codec.name == "topk" and codec.mean == "senders" for codec in self.contract.codec.by_group]
         """Means are divided by the weights of those who sent a value, and not of all."""
         self.optimizer, self.weighing, self.radial = lane.optimizer, lane.weighing, lane.radial
         if plan.policy != "gossip":  # where nobody votes
