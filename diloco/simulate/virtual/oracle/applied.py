@@ -106,7 +106,7 @@ class SimulatedSteps:
                 raise Violation("I7", f"{self._process.name} {what}")
 
     def copied(self, before: Commit | None) -> None:
-        """I5: a copied state is no earlier one of the same lineage. To be offered the one that is here costs no bytes."""
+        """I5: a copied state is no earlier one of the same lineage. An offer of the one that is here costs no bytes."""
         after = self._line.commit
         if before is None or after is None or after.lineage != before.lineage:
             return
