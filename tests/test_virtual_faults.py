@@ -11,8 +11,9 @@ import torch
 from diloco.base.types import Member
 from diloco.protocol import messages as m
 from diloco.protocol.contributor import Contributor
-from diloco.simulate.virtual.plans.draw import SIZES, SLOW_LINKS_MBIT, draw
+from diloco.simulate.virtual.plans.draw import SIZES, SLOW_LINKS_MBIT, SLOW_ROUND_S, draw
 from diloco.simulate.virtual.plans.plan import FaultPlan, parse
+from diloco.simulate.virtual.plans.setup import contract_of
 from diloco.simulate.virtual.search import SeedOptions, run_seeds, world_of
 from diloco.simulate.virtual.wires import SimulatedUplinks, flipped
 from diloco.simulate.virtual.world import Outcome
@@ -108,6 +109,22 @@ def test_a_count_of_bytes_that_is_nonsense_gains_no_more(monkeypatch: pytest.Mon
 def test_a_joiner_is_caught_up_over_a_slow_uplink() -> None:
     outcome = told("peers 3\nround_s 1.0\nbandwidth 0.5\n2 join j3\ncalm_s 8")
     assert says(outcome, "CLOSES", "view p0 p1 p2 j3")
+
+
+def test_all_copy_the_state_of_one_that_went_on_alone_over_a_slow_uplink() -> None:
+    """Two copies at once take 23 s."""
+    text = "seed 1425\npeers 3\noptimizer adam\nwithout_majority continue\nround_s 8\nfeedback 0.95"
+    outcome = told(f"{text}\nbandwidth 0.05+0.05+0.1\ncalm_s 3\n2.22 cut p0 for 4.7: both")
+    assert says(outcome, "going on apart with 1 of 3")
+
+
+def test_a_drawn_uplink_carries_the_state_to_all_others_before_commits_are_forgotten() -> None:
+    """Else whoever goes on alone under `continue` is never caught up with."""
+    drawn = [draw(seed, without_majority="continue") for seed in range(300)]
+    slow = [plan for plan in drawn if plan.round_s == SLOW_ROUND_S and plan.bandwidth]
+    assert max(plan.peers for plan in slow) > 3
+    for plan in slow:
+        assert (plan.peers - 1) * plan.longest_exchange_s < contract_of(plan).membership.backlog_versions * plan.round_s
 
 
 def test_a_tunnel_that_refuses_is_no_proof_of_death() -> None:

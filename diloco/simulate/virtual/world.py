@@ -42,8 +42,8 @@ from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0
 """After the last fault everybody must be together again, and versions must close, within this time; where there are
-slow peers, within three of their rounds more, and where uplinks are slow, within five exchanges of the slowest more. A
-life that its clock makes an earlier one must first be forgotten."""
+slow peers, within three of their rounds more, and where uplinks are slow, within one exchange of the slowest with
+each peer, and three, more. A life that its clock makes an earlier one must first be forgotten."""
 FIRST_LOOK_S, OPERATOR_S = 3.0, 8.0
 """A person comes so long after the last fault where one is needed, and looks again this often."""
 MAX_HELP = 4
@@ -100,7 +100,7 @@ class SimulatedWorld:
         self.plan_names = [f"p{index}" for index in range(plan.peers)]
         """Trainers of the beginning."""
         self.heal_s = HEAL_S + 3 * (plan.longest_round_s - plan.round_s)
-        self.heal_s += 5 * plan.longest_exchange_s
+        self.heal_s += (plan.peers + 3) * plan.longest_exchange_s
         if any(fault.how == NO_CLOCK for fault in plan.faults):
             self.heal_s += FORGET_S
         if plan.total_tokens:  # all of them, by a few peers

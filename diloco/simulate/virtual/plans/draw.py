@@ -111,7 +111,7 @@ def draw(
     if plan.policy == "gossip":
         return _gossiping(Random(f"gossip {seed}"), plan)
     dice = Random(f"situation {seed}")
-    return dice.choices((_as_it_is, of_agreement, of_storage), SITUATION_SHARES)[0](dice, plan)
+    return _served_by_one(dice.choices((_as_it_is, of_agreement, of_storage), SITUATION_SHARES)[0](dice, plan))
 
 
 def _as_it_is(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -181,6 +181,20 @@ def _over_slow_links(dice: Random, plan: FaultPlan) -> FaultPlan:
     round_s = plan.round_s if plan.speeds else max(plan.round_s, SLOW_ROUND_S)
     calm_s = plan.calm_s + 8 * SLOW_ROUND_S
     return replace(plan, bandwidth="+".join(rates), codec="fp32", round_s=round_s, calm_s=calm_s)
+
+
+def _served_by_one(plan: FaultPlan) -> FaultPlan:
+    """A plan whose slow links let one that went on alone under `continue` give all others the state.
+
+    Its uplink carries to each what that of one of two does. Where versions are faster than a state is copied over that,
+    nobody would ever catch up: no link is slow.
+    """
+    rates = plan.bandwidth.split("+")
+    if plan.without_majority != "continue" or SLOW_LINKS_MBIT[-1] not in rates:
+        return plan
+    if plan.speeds or plan.round_s < SLOW_ROUND_S:
+        return replace(plan, bandwidth="")
+    return replace(plan, bandwidth="+".join(f"{float(rate) * (plan.peers - 1):g}" for rate in rates))
 
 
 def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> FaultPlan:

@@ -28,6 +28,8 @@ STEPS = 4
 START = 0.5
 """First value of every weight."""
 HEARTBEAT_S, SUSPECT_S, STALL_S, RPC_S = 0.5, 2.0, 2.0, 1.0
+JOIN_S = 15.0
+"""Longest time that a copy of the state takes; where uplinks are slow, as long more as the slowest takes for all."""
 PATIENCE_S = 6.0
 """Longest time that a peer waits for a version."""
 FINAL_S = 30.0
@@ -154,7 +156,7 @@ def _site(plan: FaultPlan) -> Site:
             "suspect_s": SUSPECT_S,
             "stall_s": STALL_S,
             "rpc_s": RPC_S,
-            "join_s": 15.0,
+            "join_s": JOIN_S + plan.peers * plan.longest_exchange_s,
             "leave_s": PATIENCE_S,
         },
         "network": {"serve_bps": 0.0},
