@@ -242,8 +242,7 @@ class SimulatedWorld:
         lineage = line.commit.lineage if line.commit else ""
         if self.finished.setdefault(lineage, run.digest) != run.digest:
             raise Violation("I1", f"{host.name} ends with another state than others")
-        # Who resumes a run that has ended, through one that has not founded it anew, has its state and no commit of it.
-        if line.commit is not None and run.tokens < self.plan.total_tokens:
+        if run.tokens < self.plan.total_tokens:
             raise Violation("I2", f"{host.name} ends after {run.tokens} tokens of {self.plan.total_tokens}")
         if line.trained.tokens:
             raise Violation("I2", f"{host.name} ends, and {line.trained.tokens} of its tokens are nowhere")
