@@ -187,7 +187,8 @@ class Peer:
         if welcome is not None:
             self.drop("the run may have counted it before the restart")
             self._meet_members(welcome)
-            if self.line.commit is None or self.line.commit.lineage != welcome.lineage:
+            ours = self.line.commit.lineage if self.line.commit is not None else ""
+            if ours != welcome.lineage and not self.done:  # who resumes a run that has ended has its last state
                 yield from self.copy_state([member.address for member in welcome.members])
         self.exchange.hold(self.line.state, self.line.commit, copied=True)
         self._presence = self.endpoint.appear(self.exchange)
