@@ -80,7 +80,7 @@ class Contributor:
         if reduction is None:
             return math.inf
         others = [member.peer for member in reduction.begin.receivers]
-        return self._post.now - max(reduction.progress_at_s, self.membership.moved_at_s(others))
+        return self._post.now - max(reduction.progress_at_s, self.membership.roster.moved_at_s(others))
 
     def took_s(self, version: int) -> float | None:
         """Seconds since the reduction of that version began; None: it is not under way here."""

@@ -179,7 +179,7 @@ class Coordinator:
         """Whether bytes moved at a peer, as far as its heartbeats tell, since another began to wait for `stall_s`."""
         if peer == self.membership.me.peer:
             return self.contributor.moves
-        return self._post.now - self.membership.moved_at_s((peer,)) < self._timing.stall_s / 2
+        return self._post.now - self.membership.roster.moved_at_s((peer,)) < self._timing.stall_s / 2
 
     def repair(self, lost: Sequence[str], reason: str) -> None:
         """As coordinator, send `Repair`: the attempt goes on without `lost`, parts still missing get other owners.

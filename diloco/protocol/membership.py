@@ -77,10 +77,6 @@ class Membership:
         known = {member.peer for member in self.alive()}
         return [member for member in self.roster.at_the_door(near, self._post.now) if member.peer not in known]
 
-    def moved_at_s(self, peers: Collection[str]) -> float:
-        """Time at which bytes of a round last moved at one of these peers, as they say themselves."""
-        return self.roster.moved_at_s(peers)
-
     def votes(self) -> tuple[str, ...]:
         """Leavers for whom this peer votes."""
         return self.electorate.held_by(self.me.peer)

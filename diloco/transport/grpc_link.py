@@ -81,8 +81,8 @@ class GrpcLink(Link):
         self._connections: dict[str, _Connections] = {}
         """By address."""
         self._swept_s = monotonic_s()
-        self._progress = _Progress()
         """When unused addresses were last forgotten."""
+        self._progress = _Progress()
         self._limit = RateLimit(send_bps)
         self._uplink = Uplink(send_bps)
         self._bulk = range(_BULK, _BULK + streams)

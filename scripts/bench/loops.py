@@ -143,7 +143,7 @@ class Bench:
         self.processes: dict[str, Process] = {}
         self.phases: dict[str, Any] = {}
         self.members: list[str] = []
-        """Of the latest version."""
+        """Members of the latest version."""
         self.copied = 0
         """States that the last peer to answer has copied since it entered."""
         self.began_s = time.monotonic()
