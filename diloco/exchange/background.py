@@ -94,13 +94,7 @@ class ExchangeTasks:
         """End the tasks of this exchange or lane. Another thread than the loop's waits until they have ended."""
         if self._loop.is_closed():
             return
-        ended = Future[None]()
-
-        def end() -> None:
-            stopping = self._loop.create_task(self._stop())
-            stopping.add_done_callback(lambda _: ended.set_result(None))
-
-        self._loop.call_soon_threadsafe(end)
+        ended = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
         try:
             asyncio.get_running_loop()
         except RuntimeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import traceback
+import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -412,11 +413,14 @@ def _where(crash: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let nothing be logged meanwhile: what dies in the middle of something complains of it."""
+    """Let nothing be logged meanwhile: what dies in the middle of something complains of it, and of what it had not
+    begun."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            yield
     finally:
         logging.disable(before)
 
