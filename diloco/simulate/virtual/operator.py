@@ -106,13 +106,13 @@ class SimulatedOperator:
     # ------------------------------------------------------------ what it does
 
     async def _help(self) -> None:
-        if self.world.finished:
-            self._stop_left_behind()
-            return
         if all(host.witness for host in self._running()):
             self.resume()
             return
         statuses = await self._statuses()
+        if statuses and all(status["lineage"] in self.world.finished for status in statuses.values()):
+            self._stop_left_behind()
+            return
         founded = {name: status for name, status in statuses.items() if status["founded"] and _own(status)["in_view"]}
         if not founded:
             waits = any(host.founder and host.founds for host in self._running())
@@ -147,7 +147,7 @@ class SimulatedOperator:
         return bool(strays)
 
     def _stop_left_behind(self) -> None:
-        """Stop peers without which the run has ended, since all others did: a state of the run's end is on a disk."""
+        """Stop peers without which their lineage has ended, as the others' exit codes say: its end is on a disk."""
         for host in self._running():
             host.die("the operator stops it: the run is done")
 
