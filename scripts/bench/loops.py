@@ -60,7 +60,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--join", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.parameters < LAYERS:
+        parser.error(f"--parameters {options.parameters}: give {LAYERS} or more")
+    return options
 
 
 # ---------------------------------------------------------------- one peer
