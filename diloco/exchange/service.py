@@ -67,10 +67,12 @@ class ExchangeService(Service):
         return await self.exchange.lanes.mean(digest)
 
     async def on_state_offer(self, have: str) -> StateOffer:
-        archive = self._archive
+        archive, machine = self._archive, self.exchange.machine
         while (state := await self._state_to_offer()) is not None:
             # Before a resumed run is founded anew, the commit of its state belongs to the view that is gone.
-            commit = archive.commit if self.exchange.machine.commit is not None else None
+            commit = archive.commit if machine.commit is not None else None
+            if commit is not archive.commit and not machine.founder:
+                raise LinkRefused(Reply.TOO_EARLY, "the state here is of a lineage that ended")
             offer = await asyncio.get_running_loop().run_in_executor(self.exchange.hasher, make_offer, state, commit)
             if have == offer.digest:
                 return offer
