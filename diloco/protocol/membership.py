@@ -90,9 +90,12 @@ class Membership:
         return f"{reachable} of {len(self.electorate.voters())} voters can be reached, a commit takes {needed}"
 
     def settled(self) -> bool:
-        """Whether every live member of the view has reported this version in a heartbeat."""
+        """Whether every live member of the view has reported this version in a heartbeat; where none of them lives but
+        this one, whether any peer has that stays."""
         beats = self._heartbeats(self.alive())
-        return all(beat is not None and beat.version >= self.chain.version for beat in beats)
+        if beats:
+            return all(beat is not None and beat.version >= self.chain.version for beat in beats)
+        return self.roster.holds(self.chain.version)
 
     def awaited(self) -> bool:
         """Whether heartbeats show most other live trainers of the view at this version, their inner steps done."""

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from diloco.base.types import Member
+from diloco.base.types import Member, Phase
 from diloco.protocol.messages import Envelope, Heartbeat, Reply
 
 WINDOW = 1024
@@ -62,6 +62,7 @@ REACHED_WITHIN = 1.5
 """Times `suspect_s` after which a joiner that is heard, and answers nobody, is told so."""
 FORGET_S = 60.0
 """Seconds for which a peer outside the view is remembered."""
+GOING = (Phase.LEAVING, Phase.DONE)
 MAX_FORMER_LIVES = 16
 """Earlier lives of a peer that are remembered, so that their messages are refused."""
 
@@ -88,6 +89,11 @@ class RosterEntry:
 
     def __post_init__(self) -> None:
         self.since_s = self.heard_at_s
+
+    @property
+    def going(self) -> bool:
+        """Whether it said goodbye, or is about to."""
+        return self.left or (self.heartbeat is not None and self.heartbeat.progress.phase in GOING)
 
 
 class Roster:
@@ -268,10 +274,16 @@ class Roster:
             entry.member
             for entry in self
             if entry.heartbeat and entry.heartbeat.joining and entry.heartbeat.version >= 0
-            and entry.answered_at_s is not None and entry.lag <= max_lag
+            and entry.answered_at_s is not None and entry.lag <= max_lag and not entry.going
             and self._lives(entry, now) and not self.barred(entry.member.peer)
         ]  # fmt: skip
         return sorted(waiting, key=lambda member: member.peer)
+
+    def holds(self, version: int) -> bool:
+        """Whether a peer on the roster that is not going, too, has reported this version or a later one; also where all
+        are, as there is nobody to wait for."""
+        there = [entry.heartbeat for entry in self if not entry.going]
+        return not there or any(beat is not None and beat.version >= version for beat in there)
 
     def deaf(self, now: float) -> bool:
         """Whether no peer on the roster was heard lately."""
