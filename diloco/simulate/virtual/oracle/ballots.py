@@ -163,7 +163,7 @@ class SimulatedBallots:
         self._attempt[commit.digest] = max(self._attempt.get(commit.digest, 0), propose.attempt)
         attempt, digest = self._chosen.get(commit.previous, (propose.attempt, commit.digest))
         other = propose.attempt > attempt and commit.digest != digest
-        if other and not self._given_up(digest):
+        if other and not self._given_up(digest) and not self._voters_evicted(digest):
             what = f"proposes {_name(commit, propose.attempt)} when {digest[:8]} has the votes of a majority"
             raise Violation("I1", f"{host.name} {what}")
 
@@ -188,6 +188,17 @@ class SimulatedBallots:
         commits = self.world.invariants.commits  # who decides alone proposes to nobody
         commit = self._proposed.get(digest) or commits.get(digest)
         return commit is not None and self.world.promise.given_up(commit)
+
+    def _voters_evicted(self, digest: str) -> bool:
+        """Whether nobody closed what had votes, and an operator declared all dead who cast them, some for leavers."""
+        commit = self._proposed.get(digest)
+        before = self.world.invariants.commits.get(commit.previous) if commit is not None else None
+        if commit is None or before is None or digest in self.world.invariants.commits:
+            return False
+        evicted = {one.peer for one in before.view if (one.peer, one.incarnation) in self.world.promise.evicted}
+        evicted = evicted.union(*(self._leavers.get(peer, ()) for peer in evicted))
+        ballots = self._votes.get(commit.previous, {}).items()
+        return all(voters <= evicted for (_, voted), voters in ballots if voted == digest)
 
     def _accept(self, host: SimulatedProcess, accept: m.Accept) -> None:
         commit = self._proposed.get(accept.commit_digest)

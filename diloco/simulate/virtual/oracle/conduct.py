@@ -86,6 +86,7 @@ class SimulatedConduct:
         self._members: set[tuple[str, int]] = set()
         """Lives that stood in a view: others may have joined and never have heard of it."""
         self._founded: set[str] = set()
+        self._proposed: set[str] = set()
         self._goes_on: dict[tuple[frozenset[str], int], str] = {}
         """By two lineages with as many tokens: the one that goes on."""
         self._clockless = any(fault.how == NO_CLOCK for fault in world.plan.faults)
@@ -136,7 +137,8 @@ class SimulatedConduct:
                 self._left.add((host.name, envelope.sender.incarnation))
             case m.Begin() if body.attempt == 0 and life.made_of[0] is not body:
                 self._check_group(host, body)
-            case m.Propose():
+            case m.Propose() if body.commit.digest not in self._proposed:  # sent again, it is as old as it was
+                self._proposed.add(body.commit.digest)
                 self._check_newcomers(host, life, body.commit)
             case m.Committed(commit) if commit.fragment < 0:
                 self._founds(host, life, commit)
