@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,10 @@ from diloco.transport.loop_probe import LIMIT_S, VARIABLE
 # Several peers share a machine's cores in many tests; one thread each keeps them from fighting. Read when torch loads,
 # and inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Where a shell runs the tests in the background they ignore it, and so would all that they start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run: a failure is a failure for everybody. No deadline: CI machines are noisy.
 hypothesis.settings.register_profile("diloco", derandomize=True, deadline=None, max_examples=60)

@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 from tests.peers import PeerProcess, ending, run_cli
 from tests.references import RECORDED, differing_logs, other_machine, simulated
 
-pytestmark = pytest.mark.handmade_events  # the recorded files are of an earlier schema
+pytestmark = [
+    pytest.mark.handmade_events,  # the recorded files are of an earlier schema
+    pytest.mark.no_cover,  # which makes a simulation nearly twice as slow
+]
 
 DATA = Path(__file__).parent / "data" / "bb50371"
 RUN = json.loads((DATA / "run.json").read_text())

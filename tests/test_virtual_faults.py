@@ -19,6 +19,8 @@ from diloco.simulate.virtual.wires import SimulatedUplinks, flipped
 from diloco.simulate.virtual.world import Outcome
 from diloco.transport.link import LinkDown, LinkRefused
 
+pytestmark = pytest.mark.no_cover  # which makes a simulation nearly twice as slow
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:

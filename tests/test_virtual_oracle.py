@@ -12,6 +12,8 @@ from diloco.simulate.virtual.plans.plan import Fault, FaultPlan
 from diloco.simulate.virtual.world import SimulatedWorld
 from tests.virtual_bugs import BUGS, planted
 
+pytestmark = pytest.mark.no_cover  # which makes a simulation nearly twice as slow
+
 TWO = FaultPlan(peers=2)
 KILLED = (Fault(3.0, "kill", "p1"),)
 AWAY = (Fault(3.0, "cut", "p1", 5.0, "both, reset"),)

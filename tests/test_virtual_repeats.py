@@ -7,8 +7,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from diloco.simulate.virtual.plans.draw import draw
 from diloco.simulate.virtual.world import SimulatedWorld
+
+pytestmark = pytest.mark.no_cover  # which makes a simulation nearly twice as slow
 
 SEEDS = range(3000, 3006)
 
