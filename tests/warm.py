@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.multiprocessing as mp
 
+from diloco.simulate.local.processes import die_with_parent
 from tests.warm_spares import Started, run_diloco
 
 _start_afresh = subprocess.Popen
@@ -91,6 +93,7 @@ def _live(
     cwd: str,
     environment: Mapping[str, str],
 ) -> NoReturn:
+    die_with_parent(signal.SIGKILL)  # the server, which ends with pytest, however that ends
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
