@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -89,8 +88,6 @@ def virtual(
     from diloco.simulate.virtual import search
 
     raise_when_stopped()  # what was found until then is told
-    # Of peers that end with their world, where a violation cuts it short.
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     choice = search.SeedOptions(policy, without_majority, speeds=speeds, size=size)
     choice.check()
     if file is not None and (file.suffix == ".toml" or not as_json):  # a contract, which must not be written over

@@ -24,7 +24,7 @@ from diloco.simulate.virtual import planted
 from diloco.simulate.virtual.gossip import GossipWorld
 from diloco.simulate.virtual.plans.draw import SIZES, draw
 from diloco.simulate.virtual.plans.plan import FaultPlan, parse
-from diloco.simulate.virtual.world import Outcome, SimulatedWorld
+from diloco.simulate.virtual.world import Outcome, SimulatedWorld, quiet
 
 BATCH = 20
 """Seeds that a process takes at a time."""
@@ -263,7 +263,7 @@ def read_plan(path: Path) -> FaultPlan:
 def narrate(plan: FaultPlan) -> Outcome:
     """Simulate a plan of faults, and write down what happens."""
     _alone()
-    return world_of(plan, record=True).run()
+    return _outcome(plan, record=True)
 
 
 def explain(plan: FaultPlan) -> Outcome:
@@ -330,7 +330,13 @@ def shrink(plan: FaultPlan) -> FaultPlan:
 
 def kind_of(plan: FaultPlan) -> str:
     """The invariant that breaks when the plan of faults is simulated; empty if none."""
-    return world_of(plan).run().violation.partition(":")[0]
+    return _outcome(plan).violation.partition(":")[0]
+
+
+def _outcome(plan: FaultPlan, record: bool = False) -> Outcome:
+    """Simulate a plan of faults. Peers that a violation cuts short in the middle of something end unheard."""
+    with quiet(), uncollected():
+        return world_of(plan, record).run()
 
 
 def _shrink(plan: FaultPlan, fails: Callable[[FaultPlan], bool]) -> FaultPlan:
