@@ -247,8 +247,8 @@ def test_a_version_that_is_not_made_of_what_was_recorded_is_noticed() -> None:
 
 @pytest.mark.slow(queued=False)
 def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> None:
-    """Three times as many peers: thrice the contributions, in versions that count more of them; heartbeats
-    go from all to all, a commit from one peer to each, twice at most."""
+    """Three times as many peers: as many versions, which count three times as many; heartbeats go from all to all,
+    a commit from one peer to each, twice at most."""
     small, large = (
         measure_swarm(SwarmOptions(peers, seconds=20.0, speeds=(0.4, 1.0), churn_per_minute=0.6, round_s=6.0))
         for peers in (6, 18)
@@ -261,8 +261,7 @@ def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> 
         assert sum(result["faults"].values()) > 0
         commits = result["bytes_per_peer_per_s_by_kind"]["Committed"] * result["seconds"]
         assert commits < 2 * result["versions"] * result["commit_bytes"]
-    assert large["versions"] * large["contributors"] > 2.5 * small["versions"] * small["contributors"]
-    assert large["contributors"] > 1.5 * small["contributors"]
+    assert large["contributors"] > 2 * small["contributors"]
     assert large["versions"] <= 2 * small["versions"]
     assert large["upload_sizes"] < 1.5 * small["upload_sizes"]
     one, three = (result["bytes_per_peer_per_s_by_kind"] for result in (small, large))
