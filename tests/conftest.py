@@ -59,7 +59,8 @@ def _loop_probe(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, int]:
 def _loops_are_never_busy_for_long(_loop_probe: dict[Path, int]) -> Iterator[None]:
     """No callback of a peer's event loop takes more CPU time than the limit, also while it catches up.
 
-    What garbage collection takes there counts in `diloco peer` and `diloco witness`, and not in somebody's own program.
+    What garbage collection takes there counts in `diloco peer` and `diloco witness`, and not in somebody's own program;
+    what the host of a virtual machine took meanwhile counts nowhere.
     """
     yield
     long: list[str] = []

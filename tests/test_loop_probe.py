@@ -1,0 +1,58 @@
+"""The probe of the event loop, with which every test of real peers is watched."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco.transport import loop_probe
+
+BUSY_S = 0.03
+
+
+def callback_of_30_ms(folder: Path, monkeypatch: pytest.MonkeyPatch, stolen_ticks: int = 0) -> dict[str, float]:
+    """The probe's line on one, while the host takes so many ticks of 10 ms from the second of two CPUs."""
+    stat = folder / "stat"
+    text = "cpu  1 0 1 1 1 0 1 {0} 0 0\ncpu0 1 0 1 1 1 0 1 7 0 0\ncpu1 1 0 1 1 1 0 1 {0} 0 0\nintr 5\n"
+    stat.write_text(text.format(3))
+
+    def callback() -> None:
+        began_s = time.thread_time()
+        while time.thread_time() < began_s + BUSY_S:
+            pass
+        stat.write_text(text.format(3 + stolen_ticks))
+
+    async def main() -> None:
+        loop_probe.probe_from_environment()
+        asyncio.get_running_loop().call_soon(callback)
+        await asyncio.sleep(0.01)
+
+    monkeypatch.setenv(loop_probe.VARIABLE, str(folder / "loops"))
+    monkeypatch.setattr(loop_probe, "_STAT", stat)
+    thread = threading.Thread(target=asyncio.run, args=(main(),))  # one that it may measure from now on
+    thread.start()
+    thread.join()
+    [path] = (folder / "loops").iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return next(line for line in lines if "callback_of_30_ms" in line["callback"])
+
+
+def test_a_callback_is_charged_with_its_cpu_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = callback_of_30_ms(tmp_path, monkeypatch)
+    assert line["cpu_s"] >= BUSY_S
+    assert line["stolen_s"] == 0.0
+
+
+def test_a_callback_is_not_charged_with_what_the_host_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = callback_of_30_ms(tmp_path, monkeypatch, stolen_ticks=1)
+    assert honest["stolen_s"] == pytest.approx(0.02)  # the tick counted, and one that may have begun
+    assert honest["cpu_s"] >= BUSY_S - 0.02
+
+
+def test_it_is_never_charged_with_less_than_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callback_of_30_ms(tmp_path, monkeypatch, stolen_ticks=100)["cpu_s"] == 0.0
