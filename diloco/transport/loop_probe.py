@@ -32,7 +32,7 @@ MIN_S: Final = 0.002
 """Shorter callbacks leave no line."""
 
 _STOLEN_AGE_S: Final = 0.005
-"""How old the last reading of stolen time may be when a callback begins; each costs 20 microseconds."""
+"""An older reading of stolen time is made again when a callback begins; each costs 20 microseconds."""
 
 _STAT: Final = Path("/proc/stat")
 
