@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import ast
 import json
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from argparse import ArgumentTypeError
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
+from diloco.base.types import Member
+from diloco.simulate.virtual.search import run_seeds
 from scripts.mutation.catalogue import (
     PACKAGE,
     RULES,
     CatalogueError,
+    Mutant,
     doubled,
     fault_of,
     read_catalogue,
@@ -26,13 +32,18 @@ from scripts.mutation.catalogue import (
 )
 from scripts.mutation.drawn import KINDS, all_mutants, mutants_of, sample
 from scripts.mutation.main import Budget, Row
-from scripts.mutation.trial import Simulation, Template, Verdict
+from scripts.mutation.probe import alike
+from scripts.mutation.reach import Looks, changed_seeds, look_at
+from scripts.mutation.trial import VIRTUAL, Simulation, Template, Verdict
 
 SCRIPT = (sys.executable, str(Path(__file__).parent.parent / "scripts" / "mutants"))
 DEADLINE_S = 120.0
 LEAST_MUTANTS, LEAST_FOR_A_RULE = 100, 2
 QUICK = ("lease-given-twice", "replayed-message-taken")
 """Found within a few seeds."""
+UNCHANGING = ("lease-of-the-version-before", "vote-is-no-promise", "torn-tail-stays")
+"""Change few seeds."""
+MEMBER = Member("p0", 1, "127.0.0.1:1")
 
 CODE = '''"""Counts."""
 
@@ -235,7 +246,7 @@ def test_a_wrong_option_is_an_error(arguments: list[str], error: str) -> None:
 
 def test_what_must_be_explained() -> None:
     def open_rows(outcome: str, rule: str, explained: str) -> bool:
-        return Row("n", "f", outcome == "found", 1, 1.0, "", outcome, rule, 1, "w", explained).open
+        return Row("n", "f", outcome == "found", 1, 1, 1.0, "", outcome, rule, 1, "w", explained).open
 
     assert open_rows("survived", "majority", "")
     assert open_rows("unreached", "turn", "")
@@ -275,7 +286,8 @@ def test_a_sample_runs_and_the_lines_that_no_seed_runs_are_known(tmp_path: Path)
 @pytest.mark.slow(queued=True)
 def test_an_interruption_loses_no_row(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    command = [*SCRIPT, "--jobs", "1", "--only", QUICK[0], "--only", "oldest-accepted-again", "--json", file]
+    command = [*SCRIPT, "--jobs", "1", "--only", QUICK[0], "--only", "committed-not-booked", "--budget", "20"]
+    command += ["--json", str(file)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     deadline_s = time.monotonic() + DEADLINE_S
@@ -296,20 +308,18 @@ def test_an_interruption_loses_no_row(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
-    return Template(tmp_path_factory.mktemp("template"))
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Template]:
+    with closing(Template(tmp_path_factory.mktemp("template"))) as made:
+        yield made
 
 
 def verdict_of(template: Template, old: str, new: str, seconds: float) -> Verdict:
     """The end of the search for a change of `diloco/protocol/view.py`, with three seeds."""
-    copy = template.folder / "change"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(template.unchanged, copy)
-    file = copy / "diloco" / "protocol" / "view.py"
-    text = file.read_text()
+    file = "diloco/protocol/view.py"
+    text = (template.unchanged / file).read_text()
     assert text.count(old) == 1
-    file.write_text(text.replace(old, new))
-    simulation = Simulation(copy, range(3), seconds)
+    copy = template.copy_with(Mutant("change", file, "majority", "", 1, text.index(old), old, new))
+    simulation = Simulation(template.warm, copy, range(3), seconds)
     while not simulation.ended:
         time.sleep(0.05)
     return simulation.verdict()
@@ -345,3 +355,64 @@ def test_a_seed_that_does_not_end_is_named(template: Template, monkeypatch: pyte
 def test_code_that_is_as_before_survives(template: Template) -> None:
     verdict = verdict_of(template, FIRST_LINE, f"    pass\n{FIRST_LINE}", DEADLINE_S)
     assert (verdict.outcome, verdict.seeds) == ("survived", 3)
+
+
+# ---------------------------------------------------------------- which seeds a mutant changes
+
+
+def places(*bodies: str) -> Looks:
+    """Where the second body of a function differs from the first."""
+    before, after = (ast.parse(f"def f(x, y):\n{indent(body, '    ')}\n") for body in bodies)
+    looks = Looks()
+    look_at(before, after, "name", looks)
+    return looks
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expression"),
+    [
+        ("return x < y", "return x <= y", "x <= y"),
+        ("if x and y:\n    return 1", "if x:\n    return 1", "x"),
+        ("z = [n for n in x if n > y]", "z = [n for n in x if n > 1]", "1"),
+        ("z = max(x)", "z = min(x)", "min(x)"),
+        ("x.send(y + 1)", "x.send(y)", "y"),
+        ("x.y = 1\nreturn y", "return y", ""),
+        ("return y", "x.y = 1\nreturn y", ""),
+        ("z = x", "z = x.pop()", ""),
+        ("if x:\n    z = 1\nreturn y", "if x:\n    z = 1\n    y = 2\nreturn y", ""),
+    ],
+)
+def test_an_expression_is_looked_at_where_that_changes_nothing_and_else_a_statement(
+    before: str, after: str, expression: str
+) -> None:
+    looks = places(before, after)
+    mutated = [ast.unparse(other) for looked in looks.expressions.values() for _, other in looked]
+    assert mutated == ([expression] if expression else [])
+    assert bool(looks.before or looks.after) == (not expression)
+
+
+def test_values_are_alike_where_nothing_goes_on_otherwise() -> None:
+    for one in (None, True, 1, 0.5, "a", b"a", (1, ("a", MEMBER)), MEMBER, frozenset({1})):
+        assert alike(one, one)
+    assert alike((1, MEMBER), (1, replace(MEMBER)))
+    for one, other in (([1], [1]), (1, 1.0), (0.0, -0.0), ((1,), (2,)), (1, True), ("a", None)):
+        assert not alike(one, other)
+    assert alike([1], [1], fresh=True)
+
+
+@pytest.mark.slow(queued=False)
+def test_seeds_that_a_mutant_does_not_change_run_as_without_it(template: Template) -> None:
+    chosen = [mutant for mutant in read_catalogue().mutants if mutant.name in UNCHANGING]
+    seeds, changed = changed_seeds(template, read_catalogue().mutants, range(4), DEADLINE_S, jobs=2)
+    assert seeds == range(4)
+    assert any(len(changed[mutant.name]) < len(seeds) for mutant in chosen)
+    events = {seed: run_seeds([seed]).events for seed in seeds}
+    for mutant in chosen:
+        same = [seed for seed in seeds if seed not in changed[mutant.name]]
+        copy = template.copy_with(mutant)
+        output, errors = copy.parent / "output.json", copy.parent / "errors.txt"
+        program = template.warm.start(copy, [*VIRTUAL, ",".join(map(str, same))], output, errors)
+        assert program.wait(DEADLINE_S)
+        report = json.loads(output.read_text())
+        assert report["violations"] == 0
+        assert report["events"] == sum(events[seed] for seed in same)

@@ -367,7 +367,7 @@ def test_a_failure_is_shrunk_to_what_matters() -> None:
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=slow)])
 def test_a_search_ends_with_the_first_violation_if_so_asked(jobs: int) -> None:
     choice = SeedOptions(bug="shared-lease")
-    report = search(0, 200, choice, lambda *_: None, jobs, until_found=True)
+    report = search(range(200), choice, lambda *_: None, jobs, until_found=True)
     (violated,) = report["violated"]
     assert report["seeds"] == violated["seed"] + 1 < 200
     assert run_seeds(range(violated["seed"]), choice).violations == []
@@ -392,5 +392,5 @@ def test_what_was_done_until_an_interruption_is_told() -> None:
     def interrupt(done: int, total: int, violations: int) -> None:
         raise KeyboardInterrupt
 
-    report = search(0, 1000, SeedOptions(), interrupt)
+    report = search(range(1000), SeedOptions(), interrupt)
     assert (report["seeds"], report["interrupted"], report["violations"]) == (BATCH, True, 0)

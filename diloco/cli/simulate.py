@@ -68,7 +68,7 @@ def simulate(
 def virtual(
     file: Annotated[Path | None, Argument(help="With --json: write it to this file.")] = None,
     seed: Annotated[int | None, Option(help="Run one seed and tell what happened.")] = None,
-    seeds: Annotated[str | None, Option(help="Run the seeds A:B (B excluded).")] = None,
+    seeds: Annotated[str | None, Option(help="Run the seeds A:B (B excluded), or a list as 7,12,20:30.")] = None,
     plan: Annotated[Path | None, Option(help="Run what this text says (tests/transcripts).")] = None,
     policy: Annotated[str, Option(help="Only sync, quorum, async or gossip.")] = "",
     without_majority: Annotated[str, Option(help="Only wait or only continue.")] = "",
@@ -100,8 +100,7 @@ def virtual(
         _print_or_write(lines, [asdict(caught) for caught in table], as_json, file)
         raise Exit(0 if all(caught.seeds for caught in table) else 1)
     if seeds is not None:
-        first, last = search.seed_range(seeds)
-        report = search.search(first, last, choice, _print_tally, jobs, until_found)
+        report = search.search(search.read_seeds(seeds), choice, _print_tally, jobs, until_found)
         _print_or_write(search.report_lines(report), report, as_json, file)
         raise Exit(130 if report["interrupted"] else 1 if report["violations"] else 0)
     outcome = search.narrate(search.read_plan(plan) if plan else choice.draw(seed or 0))

@@ -2,7 +2,8 @@
 
 Without --sample: the bugs that were written down, in `mutants.toml` of the folders of the package. With it: mechanical
 ones, drawn by --seed from protocol/, exchange/ and accounts/. Each gets seeds from 0 on until an invariant breaks or
-the budget ends. A seed that fails is run without the bug as well. A crash in the first seed does not count as found.
+the budget ends, without those that it does not change: one run of each seed, first of all, tells which these are. A
+crash in the first seed does not count as found.
 
 Explanations of those that survive are in `[survivors]` of the same files, by name. The exit code is 1 while there is a
 survivor without one, or a written mutant that crashes at once.
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,7 +30,7 @@ from typing import Any
 
 from scripts.mutation.catalogue import RULES, Catalogue, CatalogueError, Mutant, nearest, read_catalogue
 from scripts.mutation.drawn import FOLDERS, KINDS, all_mutants, sample
-from scripts.mutation.reach import POLL_S, reached, simulate_clean
+from scripts.mutation.reach import POLL_S, changed_seeds
 from scripts.mutation.trial import OUTCOMES, Simulation, Template, Verdict
 
 EXAMPLES = """examples:
@@ -37,11 +39,9 @@ EXAMPLES = """examples:
   scripts/mutants --only one-vote-decides --only 'lease-*' --budget 50
   scripts/mutants --sample 200 --seed 1 --json drawn.json
 """
-CONTROL_S = 120.0
-"""Time for one seed of the unchanged package."""
 MAX_STATUS_CHARACTERS = 79
-REACH_S = 600.0
-"""Time for the lines that are reached: after it, as many seeds as were done count."""
+REACH_S = 900.0
+"""Time for the seeds without a mutant: after it, as many seeds as were done are the budget."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,9 @@ class Row:
     file: str
     found: bool
     seeds: int
+    """Seeds of the budget, up to the one that found it."""
+    run: int
+    """Those of them that it changes, and that were simulated with it."""
     seconds: float
     by: str
     """Seed and violation that found it."""
@@ -84,11 +87,13 @@ class Row:
     """The reason why it survives, where one is written down."""
 
     @classmethod
-    def of(cls, mutant: Mutant, verdict: Verdict, explained: str) -> Row:
-        """Result of a mutant, from the end of its search."""
+    def of(cls, mutant: Mutant, verdict: Verdict, budget: range, changed: Sequence[int], explained: str) -> Row:
+        """Result of a mutant, from the end of its search in the seeds of the budget that it changes."""
         found = verdict.outcome == "found"
+        after = changed[verdict.seeds] if verdict.seeds < len(changed) else budget.stop
+        seeds = verdict.seed + 1 if verdict.seed is not None else after
         return cls(
-            mutant.name, mutant.file, found, verdict.seeds, verdict.seconds, verdict.by,
+            mutant.name, mutant.file, found, seeds - budget.start, verdict.seeds, verdict.seconds, verdict.by,
             verdict.outcome, mutant.rule, mutant.line, mutant.why, explained,
         )  # fmt: skip
 
@@ -104,7 +109,7 @@ class Row:
         stale = "found, so its explanation is wrong" if self.explained and self.found else ""
         text = "; ".join(filter(None, (self.by, explained, stale)))
         head = f"{self.outcome:9} {self.name:44} {self.file}:{self.line}"
-        return f"{head:100} {self.seeds:5} seeds {self.seconds:6.1f} s  {text}".rstrip()
+        return f"{head:100} {self.seeds:5} seeds ({self.run} run) {self.seconds:6.1f} s  {text}".rstrip()
 
 
 @dataclass
@@ -176,48 +181,45 @@ class Hunt:
         self.budget = budget
         self.jobs = jobs
         self.survivors = survivors
+        self.seeds = range(budget.seeds)
+        self.changed: dict[str, list[int]] = {}
+        """By name of a mutant: the seeds that it changes."""
         self.running: dict[str, tuple[Mutant, Path, Simulation]] = {}
         """By name of the mutant: its copy of the package, and the process that searches."""
-        self._clean: set[int] = set()
 
-    def unreached(self, mutants: Sequence[Mutant]) -> Iterator[Row]:
-        """Rows of those that no seed of the budget can find."""
-        found = reached(self.template, mutants, range(self.budget.seeds), REACH_S, self.jobs)
+    def look(self, mutants: Sequence[Mutant]) -> Iterator[Row]:
+        """Run the seeds without a mutant. Rows of those that change none of them."""
+        progress = lambda done: _status(f"{done} of {len(self.seeds)} seeds")  # noqa: E731
+        self.seeds, self.changed = changed_seeds(self.template, mutants, self.seeds, REACH_S, self.jobs, progress)
         for mutant in mutants:
-            if mutant not in found:
-                yield self._row(mutant, Verdict("unreached", self.budget.seeds, 0.0, ""))
+            if not self.changed[mutant.name]:
+                yield self._row(mutant, Verdict("unreached", 0, 0.0, ""))
 
     def rows(self, mutants: Sequence[Mutant]) -> Iterator[Row]:
-        """Rows of the mutants as their searches end."""
-        waiting = deque(mutants)
+        """Rows of the others as their searches end."""
+        waiting = deque(mutant for mutant in mutants if self.changed[mutant.name])
         try:
             while waiting or self.running:
                 while waiting and len(self.running) < self.jobs:
                     mutant = waiting.popleft()
                     copy = self.template.copy_with(mutant)
-                    simulation = Simulation(copy, range(self.budget.seeds), self.budget.seconds)
+                    simulation = Simulation(self.template.warm, copy, self.changed[mutant.name], self.budget.seconds)
                     self.running[mutant.name] = mutant, copy, simulation
                 over = [name for name, (_, _, simulation) in self.running.items() if simulation.ended]
                 for name in over:
-                    yield self._finished(*self.running.pop(name))
+                    mutant, copy, simulation = self.running.pop(name)
+                    row = self._row(mutant, simulation.verdict())
+                    self.template.remove(copy)
+                    yield row
                 if not over:
                     time.sleep(POLL_S)
         finally:
             for _, _, simulation in self.running.values():
                 simulation.kill()
 
-    def _finished(self, mutant: Mutant, copy: Path, simulation: Simulation) -> Row:
-        verdict = simulation.verdict()
-        self.template.remove(copy)
-        if verdict.outcome == "found" and verdict.seed is not None and verdict.seed not in self._clean:
-            # It may be the code and not the bug that fails.
-            seeds = range(verdict.seed, verdict.seed + 1)
-            simulate_clean([Simulation(self.template.unchanged, seeds, CONTROL_S)])
-            self._clean.add(verdict.seed)
-        return self._row(mutant, verdict)
-
     def _row(self, mutant: Mutant, verdict: Verdict) -> Row:
-        return Row.of(mutant, verdict, self.survivors.get(mutant.name, ""))
+        explained = self.survivors.get(mutant.name, "")
+        return Row.of(mutant, verdict, self.seeds, self.changed[mutant.name], explained)
 
 
 # ---------------------------------------------------------------- the command
@@ -296,16 +298,14 @@ def _search(mutants: Sequence[Mutant], catalogue: Catalogue, options: argparse.N
         raise CatalogueError(f"cannot write {options.json}: {error.strerror}") from error
     budget = options.budget
     print(f"{len(mutants)} mutants, {options.jobs} at a time: {budget.seeds:,} seeds or {budget.seconds:,g} s for each")
-    with tempfile.TemporaryDirectory(prefix="diloco-mutants-") as folder:
+    with tempfile.TemporaryDirectory(prefix="diloco-mutants-") as folder, closing(Template(Path(folder))) as template:
         try:
-            hunt = Hunt(Template(Path(folder)), budget, options.jobs, catalogue.survivors)
-            if options.sample:
-                _show("first the seeds without a mutant: which lines they run")
-                for row in hunt.unreached(mutants):
-                    score.add(row)
-                    _show(row)
-            done = {row.name for row in score.rows}
-            for row in hunt.rows([mutant for mutant in mutants if mutant.name not in done]):
+            hunt = Hunt(template, budget, options.jobs, catalogue.survivors)
+            _show(f"first {budget.seeds:,} seeds without a mutant: which of them would each change?")
+            for row in hunt.look(mutants):
+                score.add(row)
+                _show(row)
+            for row in hunt.rows(mutants):
                 score.add(row)
                 _show(row, f"{len(score.rows)} of {len(mutants)}; running: {', '.join(hunt.running)}")
         except KeyboardInterrupt:
@@ -317,11 +317,12 @@ def _search(mutants: Sequence[Mutant], catalogue: Catalogue, options: argparse.N
 
 def _show(line: object, status: str = "") -> None:
     """Print a line, and below it on a terminal what goes on, which the next line takes the place of."""
-    terminal = sys.stderr.isatty()
-    if terminal:
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+    _status("")
     print(line, flush=True)
-    if terminal:
-        sys.stderr.write(status[:MAX_STATUS_CHARACTERS])
+    _status(status)
+
+
+def _status(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text[:MAX_STATUS_CHARACTERS]}")
         sys.stderr.flush()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -20,15 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.simulate.local.processes import die_with_parent
-from scripts.environment import ROOT
 from scripts.mutation.catalogue import PACKAGE, Mutant
+from scripts.mutation.warm import WarmServer
 
 VIRTUAL = ("-m", "diloco", "virtual", "--jobs", "1", "--json", "--seeds")
+FIRST_SEED = 0
 CRASH = "crash"
 """Begins the violation of a seed in which the code raised something."""
-MAX_DATA_BYTES = 4 * 2**30
-"""Memory of one process: a mutant may allocate without end. Torch needs a tenth of it."""
 HUNG_S = 20.0
 """A seed that lasts longer hangs: the slowest of a thousand takes about a second."""
 GRACE_S = 10.0
@@ -43,7 +40,7 @@ class Verdict:
     outcome: str
     """A key of `OUTCOMES`."""
     seeds: int
-    """Seeds that were simulated, with the one that found it."""
+    """Seeds that were simulated with the mutant, with the one that found it."""
     seconds: float
     by: str
     """Seed and violation that found it, or what happened in its place."""
@@ -54,7 +51,7 @@ class Verdict:
 OUTCOMES = {
     "found": "an invariant broke in a seed, or the code crashed in one after the first",
     "survived": "no seed of the budget found it",
-    "unreached": "no seed of the budget runs its line",
+    "unreached": "no seed of the budget is changed by it",
     "hung": "a seed did not end",
     "broken": "the first seed crashed, or nothing began: no bug that a reader would write",
 }
@@ -67,13 +64,23 @@ class Template:
         self.folder = folder
         self.unchanged = folder / "unchanged"
         shutil.copytree(package, self.unchanged / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+        self.warm = WarmServer()
         compiling = [sys.executable, "-m", "compileall", "-q", "-j", "0", str(self.unchanged)]
         subprocess.run(compiling, check=True, stdout=subprocess.DEVNULL)
 
-    def copy_with(self, mutant: Mutant) -> Path:
-        """A new copy of the package with the mutant in it. All other files are links."""
-        copy = Path(tempfile.mkdtemp(dir=self.folder)) / "mutated"
+    def close(self) -> None:
+        """End all that was started with the copies."""
+        self.warm.close()
+
+    def copy(self) -> Path:
+        """A new copy of the package, whose files are links."""
+        copy = Path(tempfile.mkdtemp(dir=self.folder)) / "copy"
         shutil.copytree(self.unchanged, copy, copy_function=os.link)
+        return copy
+
+    def copy_with(self, mutant: Mutant) -> Path:
+        """A new copy of the package with the mutant in it."""
+        copy = self.copy()
         file = copy / mutant.file
         mutated = mutant.applied_to(file.read_text())
         # Python compares only seconds and size with what it has compiled: neither need differ.
@@ -91,47 +98,34 @@ class Template:
 class Simulation:
     """A process that simulates seeds with the package of a folder, and is given `seconds` for them."""
 
-    def __init__(self, copy: Path, seeds: range, seconds: float, before: Sequence[str] = ()) -> None:
+    def __init__(self, warm: WarmServer, copy: Path, seeds: Sequence[int], seconds: float) -> None:
         self.seeds = seeds
         self._seconds = seconds
         self._began_s = time.monotonic()
         self._stopped_s: float | None = None
-        # Files: a pipe that nobody reads would stop the process.
-        self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, *before, *VIRTUAL, f"{seeds.start}:{seeds.stop}", "--until-found"],
-            cwd=copy,
-            env=_environment(copy),
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._errors,
-            start_new_session=True,  # Ctrl-C is for us
-            preexec_fn=_limit,
-        )
+        self._output, self._errors = copy.parent / "output.json", copy.parent / "errors.txt"
+        words = [*VIRTUAL, ",".join(map(str, seeds)), "--until-found"]
+        self._program = warm.start(copy, words, self._output, self._errors)
 
     @property
     def ended(self) -> bool:
         """Whether the process has ended. Reminds it of its time: first by SIGINT."""
-        if self._process.poll() is not None:
+        if self._program.ended:
             return True
         now_s = time.monotonic()
         if self._stopped_s is None:
             if now_s - self._began_s > self._seconds:
-                self._process.send_signal(signal.SIGINT)
+                self._program.send(signal.SIGINT)
                 self._stopped_s = now_s
         elif now_s - self._stopped_s > GRACE_S:
-            self._process.kill()
+            self._program.send(signal.SIGKILL)
         return False
 
     def kill(self) -> None:
         """End the process, unless it has ended; by SIGINT first, so that it removes its own temporary files."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._program.send(signal.SIGINT)
+        if not self._program.wait(GRACE_S):
+            self._program.send(signal.SIGKILL)
 
     def verdict(self) -> Verdict:
         """The end of the search, once the process has ended."""
@@ -144,35 +138,21 @@ class Simulation:
         tried = int(report["seeds"])
         if report["violated"]:
             seed, violation = int(report["violated"][0]["seed"]), str(report["violated"][0]["violation"])
-            at_once = violation.startswith(CRASH) and seed == self.seeds.start
+            at_once = violation.startswith(CRASH) and seed == FIRST_SEED
             by = f"seed {seed}: {violation}"
-            return Verdict("broken" if at_once else "found", seed - self.seeds.start + 1, seconds, by, seed)
+            return Verdict("broken" if at_once else "found", tried, seconds, by, seed)
         if report["interrupted"] and report["waited_s"] > HUNG_S:
-            return Verdict("hung", tried, seconds, f"seed {self.seeds.start + tried} did not end in {HUNG_S:.0f} s")
+            return Verdict("hung", tried, seconds, f"seed {self.seeds[tried]} did not end in {HUNG_S:.0f} s")
         return Verdict("survived", tried, seconds, "out of time" if report["interrupted"] else "")
 
     def _report(self) -> dict[str, Any] | None:
         """The JSON that the simulator printed; None if it printed none."""
-        self._output.seek(0)
         try:
-            tree = json.load(self._output)
-        except ValueError:
+            tree = json.loads(self._output.read_text())
+        except (OSError, ValueError):
             return None
         return tree if isinstance(tree, dict) else None
 
     def _last_words(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][:MAX_TAIL_CHARACTERS] if lines else f"exit code {self._process.returncode}"
-
-
-def _environment(copy: Path) -> dict[str, str]:
-    """Variables with which a process imports the package of the copy, and no other."""
-    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
-    path = os.pathsep.join([str(copy), *others])
-    return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-
-
-def _limit() -> None:
-    die_with_parent()
-    resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
+        errors = self._errors.read_text(errors="replace") if self._errors.exists() else ""
+        return (errors.strip().splitlines() or ["it printed nothing"])[-1][:MAX_TAIL_CHARACTERS]

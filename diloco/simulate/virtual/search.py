@@ -148,28 +148,27 @@ def uncollected() -> Iterator[None]:
 
 
 def search(
-    first: int,
-    last: int,
+    seeds: Sequence[int],
     choice: SeedOptions,
     on_batch: Callable[[int, int, int], None],
     jobs: int | None = None,
     until_found: bool = False,
 ) -> dict[str, Any]:
-    """Simulate the seeds from `first` to `last` (exclusive) in `jobs` processes; None: one for each core.
+    """Simulate seeds, which ascend, in `jobs` processes; None: one for each core.
 
     `on_batch` hears of seeds done, seeds in all, violations. Returns what `--json FILE` writes; after a
     KeyboardInterrupt, of the seeds that were done until then.
     """
     started_s = ended_s = monotonic_s()
     size = 1 if jobs == 1 else BATCH  # in this process nothing is gained by more, and an interruption loses less
-    batches = [range(start, min(start + size, last)) for start in range(first, last, size)]
+    batches = [seeds[start : start + size] for start in range(0, len(seeds), size)]
     tally = SeedTally()
     try:
         with _processes(jobs) as run:
             for part in run(partial(_run_batch, choice, until_found), batches):
                 tally.merge(part)
                 ended_s = monotonic_s()
-                on_batch(tally.seeds, last - first, len(tally.violations))
+                on_batch(tally.seeds, len(seeds), len(tally.violations))
                 if until_found and tally.violations:
                     break
     except KeyboardInterrupt:
@@ -179,16 +178,23 @@ def search(
     options += [f"--speeds {choice.speeds}"] if choice.speeds else []
     options += ["--until-found"] if until_found else []
     options += [f"--size {choice.size}"] if choice.size != "usual" else []
-    command = " ".join(["diloco virtual --seeds", f"{first}:{last}", *options])
-    return tally.as_json(command, monotonic_s() - started_s)
+    named = f"{seeds.start}:{seeds.stop}" if isinstance(seeds, range) else ",".join(map(str, seeds))
+    return tally.as_json(" ".join(["diloco virtual --seeds", named, *options]), monotonic_s() - started_s)
 
 
-def seed_range(text: str) -> tuple[int, int]:
-    """The simulator's seeds in `A:B`. Raises UsageError."""
-    first, _, last = text.partition(":")
+def read_seeds(text: str) -> Sequence[int]:
+    """The simulator's seeds in `A:B`, or in a list as `7,12,20:30`, ascending. Raises UsageError."""
+    ranges = [_seed_range(piece, text) for piece in text.split(",")]
+    return ranges[0] if len(ranges) == 1 else sorted(set().union(*ranges))
+
+
+def _seed_range(piece: str, text: str) -> range:
+    first, colon, last = piece.partition(":")
+    if first.isdigit() and not colon:
+        return range(int(first), int(first) + 1)
     if not (first.isdigit() and last.isdigit() and int(first) < int(last)):
-        raise UsageError(f"--seeds is {text!r}", "give a range as A:B with A < B, for example 0:1000")
-    return int(first), int(last)
+        raise UsageError(f"--seeds is {text!r}", "give A:B with A < B, for example 0:1000, or a list as 7,12,20:30")
+    return range(int(first), int(last))
 
 
 def speed_range(text: str) -> tuple[float, float]:
@@ -244,7 +250,7 @@ def _processes(jobs: int | None) -> Iterator[Callable[..., Iterator[SeedTally]]]
         yield pool.imap
 
 
-def _run_batch(choice: SeedOptions, until_found: bool, seeds: range) -> SeedTally:
+def _run_batch(choice: SeedOptions, until_found: bool, seeds: Sequence[int]) -> SeedTally:
     """Simulate a batch of seeds."""
     return run_seeds(seeds, choice, until_found)
 
