@@ -17,6 +17,7 @@ BUSY_S = 0.03
 
 def callback_of_30_ms(folder: Path, monkeypatch: pytest.MonkeyPatch, stolen_ticks: int = 0) -> dict[str, float]:
     """The probe's line on one, while the host takes so many ticks of 10 ms from the second of two CPUs."""
+    folder.mkdir(exist_ok=True)
     stat = folder / "stat"
     text = "cpu  1 0 1 1 1 0 1 {0} 0 0\ncpu0 1 0 1 1 1 0 1 7 0 0\ncpu1 1 0 1 1 1 0 1 {0} 0 0\nintr 5\n"
     stat.write_text(text.format(3))
@@ -56,3 +57,12 @@ def test_a_callback_is_not_charged_with_what_the_host_took(tmp_path: Path, monke
 
 def test_it_is_never_charged_with_less_than_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert callback_of_30_ms(tmp_path, monkeypatch, stolen_ticks=100)["cpu_s"] == 0.0
+
+
+def test_a_slow_cpu_is_given_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_probe, "_USUAL_S", 1e-12)  # no CPU is as fast as the usual one then
+    line = callback_of_30_ms(tmp_path, monkeypatch)
+    assert line["slowness"] > 1000
+    assert loop_probe.busy_s(line, with_gc=False) == line["cpu_s"] / line["slowness"]
+    monkeypatch.setattr(loop_probe, "_USUAL_S", 1.0)
+    assert callback_of_30_ms(tmp_path / "usual", monkeypatch)["slowness"] == 1.0

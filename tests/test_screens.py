@@ -6,6 +6,7 @@ test_statesync. Here a whole peer is hostile, over real gRPC, and the others com
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -220,6 +221,6 @@ def test_a_message_larger_than_any_of_ours_is_refused_before_it_is_read(world: L
                 return error.code()
         raise AssertionError("it was taken")
 
-    assert world.run(send()) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert asyncio.run(send()) is grpc.StatusCode.RESOURCE_EXHAUSTED  # on no peer's loop: to send it takes long
     world.rounds(world.peers, 1)
     assert {peer.digest for peer in world.peers} == {first_version(3)}

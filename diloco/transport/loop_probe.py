@@ -5,7 +5,8 @@
 CPU time of the loop's thread, and not the time that passes: other threads and other processes do not count. Passes of
 the garbage collector, which may meet any callback, are counted beside it (`gc_s`). What the host of a virtual machine
 may have taken meanwhile (`stolen_s`) is left out of both: Linux charges it to the thread that ran, 86 ms to a callback
-of 0.4 ms in one measurement.
+of 0.4 ms in one measurement. How slow this CPU is at the moment, beside one of usual speed, is measured right after the
+callback (`slowness`, at least 1): one whose other hyperthread is busy takes 1.6 times as long for the same work.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +34,11 @@ MIN_S: Final = 0.002
 
 _STOLEN_AGE_S: Final = 0.005
 """An older reading of stolen time is made again when a callback begins; each costs 20 microseconds."""
+
+_USUAL_S: Final = 30e-9
+"""Time that a CPU of usual speed takes for one of the additions of `_slowness`."""
+
+_ADDITIONS: Final = 5_000
 
 _STAT: Final = Path("/proc/stat")
 
@@ -89,8 +95,21 @@ def _run_measured(handle: Any) -> None:
         cpu_s = max(0.0, cpu_s - stolen_s)
         line = {"time": round(time.time(), 3), "process": " ".join(sys.argv), "callback": _name(*called)}
         with _here.path.open("a") as file:
-            times = {"cpu_s": round(cpu_s, 5), "gc_s": round(gc_s, 5), "stolen_s": stolen_s}
+            times = {"cpu_s": round(cpu_s, 5), "gc_s": round(gc_s, 5), "stolen_s": stolen_s, "slowness": _slowness()}
             file.write(json.dumps({**line, **times}) + "\n")
+
+
+def busy_s(line: Mapping[str, Any], *, with_gc: bool) -> float:
+    """CPU time in seconds of the callback of a line, as a CPU of usual speed would have taken it."""
+    return float(line["cpu_s"] + (line["gc_s"] if with_gc else 0.0)) / float(line["slowness"])
+
+
+def _slowness() -> float:
+    """Time that this CPU takes for some work now, by what one of usual speed takes; at least 1."""
+    began_s, total = time.thread_time(), 0
+    for number in range(_ADDITIONS):
+        total += number
+    return round(max(1.0, (time.thread_time() - began_s) / (_ADDITIONS * _USUAL_S)), 2)
 
 
 def _stolen_s(before: tuple[int, ...]) -> float:
