@@ -24,7 +24,6 @@ from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.plans.draw import OTHER_CODECS, draw
 from diloco.simulate.virtual.plans.plan import NO_CLOCK, OMITS, Fault, FaultPlan, parse
 from diloco.simulate.virtual.search import (
-    BATCH,
     RULE,
     SeedOptions,
     catch_planted,
@@ -46,7 +45,7 @@ pytestmark = pytest.mark.no_cover  # which makes a simulation nearly twice as sl
 PLANS = sorted((ROOT / "tests" / "plans").glob("*.txt"))
 KNOWN = {"seed-7003563": "I7", "seed-8079071": "I7"}
 """Plans that break an invariant until heirs are gone."""
-SEEDS, PER_TEST = 200, 10
+SEEDS, PER_TEST = 100, 10
 slow = pytest.mark.slow(queued=False)
 NOTICED_WITHIN = {
     "no-majority": 20,
@@ -142,14 +141,14 @@ def test_who_comes_back_with_its_clock_set_back_finds_those_who_went_on_apart() 
     assert not outcome.violation
 
 
-@pytest.mark.parametrize("first", every(50, quick=0))
+@pytest.mark.parametrize("first", every(30, quick=0))
 def test_seeds_hold_under_async(first: int) -> None:
     tally = run_seeds(range(first, first + PER_TEST), SeedOptions(policy="async"))
     assert not tally.violations
     assert tally.versions > 3 * PER_TEST
 
 
-@pytest.mark.parametrize("first", every(50, quick=0))
+@pytest.mark.parametrize("first", every(30, quick=0))
 def test_seeds_hold_with_speeds_over_a_range_of_ten(first: int) -> None:
     """The policies that wait for the slow: sync and quorum."""
     tally = run_seeds(range(first, first + PER_TEST), SeedOptions(speeds="0.1:1"))
@@ -376,11 +375,11 @@ def test_a_search_ends_with_the_first_violation_if_so_asked(jobs: int) -> None:
 @slow
 def test_the_command_searches_and_tells(tmp_path: Path) -> None:
     file = tmp_path / "virtual.json"
-    done = run_cli("virtual", "--seeds", "0:20", "--json", str(file))
+    done = run_cli("virtual", "--seeds", "0:8", "--json", str(file))
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
-    assert (report["seeds"], report["violations"]) == (20, 0)
-    assert report["events"] > 2000
+    assert (report["seeds"], report["violations"]) == (8, 0)
+    assert report["events"] > 800
     assert report["faults"]["kill"] > 0
     told = run_cli("simulate", "--virtual", "--plan", str(TRANSCRIPTS[0]))
     assert told.returncode == 0
@@ -388,9 +387,11 @@ def test_the_command_searches_and_tells(tmp_path: Path) -> None:
 
 
 @slow
-def test_what_was_done_until_an_interruption_is_told() -> None:
+def test_what_was_done_until_an_interruption_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.simulate.virtual.search.BATCH", 3)
+
     def interrupt(done: int, total: int, violations: int) -> None:
         raise KeyboardInterrupt
 
     report = search(range(1000), SeedOptions(), interrupt)
-    assert (report["seeds"], report["interrupted"], report["violations"]) == (BATCH, True, 0)
+    assert (report["seeds"], report["interrupted"], report["violations"]) == (3, True, 0)
