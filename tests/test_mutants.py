@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentTypeError
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -398,6 +398,7 @@ def test_values_are_alike_where_nothing_goes_on_otherwise() -> None:
     for one, other in (([1], [1]), (1, 1.0), (0.0, -0.0), ((1,), (2,)), (1, True), ("a", None)):
         assert not alike(one, other)
     assert alike([1], [1], fresh=True)
+    assert alike(deque([1]), deque([1]), fresh=True)
 
 
 @pytest.mark.slow(queued=False)

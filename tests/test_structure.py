@@ -51,7 +51,7 @@ DEFAULTS_ALLOWED = """
 NAMED_BY_SIMULATOR = {
     "diloco.round": "",
     "diloco.exchange": "Exchange ExchangeService LanePayloads",
-    "diloco.outer.line": "Line PendingContribution",
+    "diloco.outer.line": "Diverged Line PendingContribution",
     "diloco.outer.merge": "Mix",
     "diloco.outer.optimizers": "",
     "diloco.outer.pseudograd": "",

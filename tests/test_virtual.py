@@ -132,6 +132,14 @@ def test_votes_for_a_mean_that_died_with_the_evicted_are_not_counted_for_the_nex
     assert not outcome.violation
 
 
+@pytest.mark.parametrize("policy", ["sync", "quorum", "async"])
+def test_a_state_that_changes_in_memory_is_found_and_copied(policy: str) -> None:
+    outcome = narrate(FaultPlan(peers=3, policy=policy, calm_s=6.0, faults=(Fault(3.3, "drift", "p2"),)))
+    changed = next(index for index, line in enumerate(outcome.lines) if "CHANGES in its memory" in line)
+    assert any(" has copied version " in line for line in outcome.lines[changed:])
+    assert not outcome.violation
+
+
 @slow
 def test_who_comes_back_with_its_clock_set_back_finds_those_who_went_on_apart() -> None:
     """p1 asks to join just before p0 founds a lineage, and is heard when its former life is forgotten."""

@@ -255,10 +255,8 @@ class PeerLife:
         return self.peer.exchange.closed() if skip is None else skip
 
     def _patient(self, since_s: float) -> bool:
-        """Whether this peer waits on, since then. One that leaves waits for no version outside the view: it would be
-        the next but one that counts it."""
-        deadline_s = min(since_s + self.contract.membership.round_deadline_s, self._leave_by_s)
-        return monotonic_s() < deadline_s and (self.peer.exchange.in_view or not self.leaving)
+        """Whether this peer waits on, since then."""
+        return monotonic_s() < min(since_s + self.contract.membership.round_deadline_s, self._leave_by_s)
 
     def withdrawn(self) -> Life[None]:
         """Nobody holds the peer's contribution."""

@@ -348,8 +348,8 @@ class RunReader:
     def __init__(self, blocks: BlockReader) -> None:
         self.blocks = blocks
 
-    def closed(self, commit: Commit, before: Commit | None, mine: Counted | None) -> None:
-        """The run has applied a version, after `before`; it counts `mine`."""
+    def closed(self, commit: Commit, before: Commit | None) -> None:
+        """The run has applied a version, after `before`."""
 
     def copied(self, commit: Commit | None, before: Commit | None) -> None:
         """The run has copied a state: its version is that of the line."""
@@ -409,7 +409,7 @@ class RunChronicle:
     def closed(self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: Seconds) -> Event | None:
         """Record that the run applied a version. Returns its event; a founding has none."""
         if self.reader is not None:
-            self.reader.closed(commit, before, mine)
+            self.reader.closed(commit, before)
         if before is None or commit.version == before.version:
             self.begin()
             return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ConfigError, ResourceError
 from diloco.base.life import Life
-from diloco.base.types import Blocks, Commit, Counted
+from diloco.base.types import Blocks, Commit
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.data.dataset import Dataset
@@ -46,7 +46,7 @@ class TrainerLeases(RunReader):
         fresh = min(count, self.blocks.remaining)  # blocks read again are nobody's to count
         return self.blocks.next(count), fresh
 
-    def closed(self, commit: Commit, before: Commit | None, mine: Counted | None) -> None:
+    def closed(self, commit: Commit, before: Commit | None) -> None:
         """Have the trainer read on in its leased blocks. After a time outside the view they are all new."""
         self._commit = commit
         held = commit.leases.held.get(self._line.peer)
@@ -55,11 +55,8 @@ class TrainerLeases(RunReader):
         newly = before is None or self._line.peer not in before.leases.held
         if newly and self._resumed_version != commit.version:
             self._restart(held, newly)
-            return
-        try:
-            self.blocks.lease(held, mine.blocks if mine else 0)
-        except ValueError:  # it counts what we sent in an earlier life: what is held is not what it was
-            self._restart(held, newly=False)
+        else:
+            self._go_on(held)
 
     def copied(self, commit: Commit | None, before: Commit | None) -> None:
         """Have the trainer read in the blocks leased to it at the version of a copied state."""
@@ -83,8 +80,12 @@ class TrainerLeases(RunReader):
             self.blocks.lease(held)
             self._line.trained.blocks = 0
         else:
-            self.blocks.catch_up(held)
-            self._line.trained.blocks = self.blocks.used
+            self._go_on(held)
+
+    def _go_on(self, held: Sequence[Blocks]) -> None:
+        """Have the trainer read on behind what it used: versions have counted what the lease lacks of its front."""
+        self.blocks.catch_up(held)
+        self._line.trained.blocks = self.blocks.used
 
 
 ALL_BLOCKS = (Blocks(0, 2**60),)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import json
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from enum import Enum
@@ -53,7 +54,7 @@ def alike(one: Any, other: Any, fresh: bool = False) -> bool:
         return bool(one.hex() == other.hex())
     plain = isinstance(one, int | str | bytes | frozenset | Enum)
     frozen = is_dataclass(one) and getattr(one, "__dataclass_params__").frozen  # noqa: B009
-    return bool((plain or frozen or (fresh and isinstance(one, list | set | dict))) and one == other)
+    return bool((plain or frozen or (fresh and isinstance(one, list | set | dict | deque))) and one == other)
 
 
 def main() -> None:

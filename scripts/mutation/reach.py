@@ -28,11 +28,12 @@ from scripts.mutation.trial import Template
 PROBE = Path(__file__).with_name("probe.py")
 POLL_S = 0.1
 PURE_FUNCTIONS = {
-    "abs", "all", "any", "bool", "dict", "enumerate", "float", "frozenset", "int", "isinstance", "len", "list", "max",
-    "min", "range", "round", "set", "sorted", "str", "sum", "tuple", "zip",
+    "abs", "all", "any", "bool", "deque", "dict", "enumerate", "float", "frozenset", "int", "isinstance", "len", "list",
+    "max", "min", "monotonic_s", "range", "round", "set", "sorted", "str", "sum", "tuple", "zip",
 }  # fmt: skip
 PURE_METHODS = {"get", "items", "keys", "values", "index", "count", "startswith", "endswith", "union", "issuperset"}
 FRESH = (ast.ListComp, ast.SetComp, ast.DictComp, ast.List, ast.Set, ast.Dict)
+FRESH_CALLS = {"deque", "dict", "list", "set", "sorted"}
 """Expressions whose value nobody else holds: equal ones are as good as the same."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 UNREPEATABLE = (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
@@ -209,7 +210,7 @@ class _Looking(ast.NodeTransformer):
         found = super().visit(node)
         if isinstance(node, ast.expr):
             for name, mutated in self.looks.expressions.get(id(node), []):
-                fresh = isinstance(node, FRESH) and isinstance(mutated, FRESH)
+                fresh = _is_fresh(node) and _is_fresh(mutated)
                 nothing = ast.arguments([], [], None, [], [], None, [])
                 tried = _call("_mutant_tried", ast.Lambda(nothing, mutated))
                 found = _call("_mutant_differs", ast.Constant(name), tried, found, ast.Constant(fresh))
@@ -220,6 +221,11 @@ class _Looking(ast.NodeTransformer):
             ]
             return [*marks[0], found, *marks[1]]
         return found
+
+
+def _is_fresh(node: ast.expr) -> bool:
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(node, FRESH) or (isinstance(called, ast.Name) and called.id in FRESH_CALLS)
 
 
 def _call(name: str, *arguments: ast.expr) -> ast.Call:

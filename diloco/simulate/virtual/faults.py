@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from diloco.simulate.virtual.world import SimulatedWorld
 
 
+DRIFT = 1e-4
+"""Change of an element of each fragment's anchor."""
+
+
 class FaultFuse:
     """A fault that strikes a simulated peer before or after the next effect of a kind."""
 
@@ -289,6 +293,20 @@ def _resume(world: SimulatedWorld, fault: Fault) -> bool:
     return True
 
 
+def _drift(world: SimulatedWorld, fault: Fault) -> bool:
+    """The fault "drift": the anchor changes in memory alone, and what is hashed already stays so. One that no version
+    has moved is shared by all processes."""
+    host = world.host(fault.peer)
+    own = [state for state in host.line.state.fragments if state.steps] if host and host.alive and host.entered else []
+    for state in own:
+        state.anchor[0] += DRIFT
+    if host is None or not own:
+        return False
+    host.drifted = world.drifts = True
+    world.log(fault.peer, "has an anchor that CHANGES in its memory")
+    return True
+
+
 def _evict(world: SimulatedWorld, fault: Fault) -> bool:
     (world.operator.evict_former if fault.how == FORMER else world.operator.evict)(fault.peer)
     return True
@@ -317,6 +335,7 @@ _STRIKES: Mapping[str, Callable[[SimulatedWorld, Fault], bool]] = {
     "flip": _flip,
     "corrupt": _corrupt,
     "lie": _lie,
+    "drift": _drift,
     "replay": _replay,
     "blackout": _blackout,
     "restart": _restart,

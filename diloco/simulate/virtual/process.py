@@ -19,6 +19,7 @@ from diloco.exchange.work import LanePayloads
 from diloco.island import Island
 from diloco.observe.event_log import Events
 from diloco.observe.events import Stamped
+from diloco.outer.average import mean_digest
 from diloco.outer.line import Line
 from diloco.peer.life import PeerLife
 from diloco.peer.peer import Peer
@@ -81,8 +82,8 @@ class SimulatedProcess:
         self.lie = ""
         self.incarnations: set[int] = set()
         """Lives, as views name them, that this process has been."""
-        self.leaving = self.gone = False
-        """It was asked to leave; it said goodbye."""
+        self.leaving = self.gone = self.drifted = False
+        """It was asked to leave; it said goodbye; its outer state is not what its hash says, or not that of others."""
         self.service: ExchangeService | None = None
         """Its answers to others, once it listens. From then on it has an exchange and a state machine, too."""
         self.exchange: Exchange
@@ -483,7 +484,8 @@ class SimulatedProcess:
         return self.up and (self.machine.version >= commit.version or self.holds_mean(commit.mean_digest))
 
     def holds_mean(self, digest: str) -> bool:
-        return self.exchange.lane.mean(digest) is not None
+        parts = self.exchange.lane.mean(digest)
+        return parts is not None and mean_digest(parts) == digest
 
     def held(self) -> dict[str, int]:
         """Sizes of all that this simulated peer has in memory: what a long run must not let grow."""

@@ -119,6 +119,8 @@ class SimulatedWorld:
         self.lines: list[str] = []
         self._saying: tuple[float, str, str] | None = None
         self._lately: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=8))
+        self.drifts = False
+        """The state of a peer has changed in its memory."""
         self.hostile = any(fault.kind == "lie" for fault in plan.faults)
         self.replays = any(fault.kind == "replay" for fault in plan.faults)
         self.twice = self.replays or plan.loss > 0
@@ -254,7 +256,8 @@ class SimulatedWorld:
             return bool(self.finished) and not any(host.up for host in hosts)
         lineages = {host.machine.lineage for host in hosts if host.up}
         together = len(lineages) == 1 and all(host.up and host.machine.in_view for host in hosts)
-        well = together and not self._failed and min(host.machine.version for host in hosts) >= self.goal
+        same = not any(host.drifted for host in hosts)
+        well = together and same and not self._failed and min(host.machine.version for host in hosts) >= self.goal
         return well or self._all_left()
 
     def _all_left(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.base.life import Life
 from diloco.base.types import Blocks, Closed, Commit, Contribution
-from diloco.outer.line import Line
+from diloco.outer.line import Diverged, Line
 from diloco.simulate.virtual.oracle.gate import Violation
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SOON_S = 0.3
 """A version that closed within this time may not have reached others."""
-LEAVING_S = 1.5
+LEAVING_S = 0.5
 """Longest time that a peer which is to leave takes to give up a round."""
 
 
@@ -30,15 +30,37 @@ class SimulatedSteps:
         self._process, self._line, self._exchange = process, peer.line, peer.exchange
         self._closed_s = -math.inf
         """When the latest version closed here."""
+        self._copied = False
+        """It has copied a state since it last began to."""
         self._outside_s = math.inf
         """Since when it waits in a round that cannot count it, and is to leave."""
         apply = peer.apply
 
         def on_apply(closed: Closed, seconds: dict[str, float]) -> Life[None]:
             self.applies(closed.commit)
-            return apply(closed, seconds)
+            before = self._line.commit
+            try:
+                yield from apply(closed, seconds)
+            except Diverged:
+                self._diverges(closed.commit, before)
+                raise
 
         peer.apply = on_apply  # type: ignore[method-assign]
+        copy_again, untaken = peer.copy_again, peer.exchange.untaken
+        restart = untaken.restart
+
+        def on_copy_again(why: str) -> Life[None]:
+            self._copied = False
+            yield from copy_again(why)
+            if not (self._copied or peer.exchange.behind):
+                raise Violation("I7", f"{process.name} got no state, and does not ask for one again")
+
+        def on_restart(version: int) -> tuple[Sequence[Commit], bool]:
+            later, missing = restart(version)
+            self._goes_on(version, later, missing)
+            return later, missing
+
+        peer.copy_again, untaken.restart = on_copy_again, on_restart  # type: ignore[method-assign]
         close, leave, withdraw = peer.exchange._close, peer.exchange.leave, peer.withdraw
 
         def on_withdraw() -> None:
@@ -64,10 +86,24 @@ class SimulatedSteps:
         before = line.commit
         if before is None or commit.fragment < 0 or commit.version <= before.version:
             return
-        if (commit.previous, commit.state_digest) != (before.digest, line.state.digest):
+        made_on = commit.previous, commit.state_digest
+        if made_on != (before.digest, line.state.digest) and not self._process.drifted:
             what = f"applies version {commit.version} at version {line.state.version}, which is not the one before it"
             raise Violation("I1", f"{name} {what}")
         self._check_archive()
+
+    def _diverges(self, commit: Commit, before: Commit | None) -> None:
+        """I1: a version that the copied state has is not taken for one that was made on another state."""
+        if before is not None and commit.version <= before.version and commit.lineage == before.lineage:
+            raise Violation("I1", f"{self._process.name} applies version {commit.version} again, at {before.version}")
+
+    def _goes_on(self, version: int, later: Sequence[Commit], missing: bool) -> None:
+        """I5: after a copied state the peer applies what closed meanwhile, or copies a later one."""
+        kept = [closed.commit for closed in self._exchange.archive.backlog.after(version)]
+        leads_on = not kept or kept[0].version == version + 1
+        if missing == leads_on or (leads_on and later != kept):
+            what = f"has copied version {version}, and goes on with {[commit.version for commit in later]}"
+            raise Violation("I5", f"{self._process.name} {what} of {[commit.version for commit in kept]}")
 
     def says_goodbye(self) -> None:
         """I5: a peer leaves when others have the latest version, too, or did not take it for a while."""
@@ -107,6 +143,7 @@ class SimulatedSteps:
 
     def copied(self, before: Commit | None) -> None:
         """I5: a copied state is no earlier one of the same lineage. An offer of the one that is here costs no bytes."""
+        self._copied = True
         after = self._line.commit
         if before is None or after is None or after.lineage != before.lineage:
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from diloco.base.types import Closed, Commit, Counted, Member
 from diloco.compress import Codec
 from diloco.outer.average import MIN_RMS, mean_digest, mean_into
 from diloco.outer.line import Line, PendingContribution
+from diloco.outer.state import OuterState
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.oracle.applied import SimulatedBlocks
 from diloco.simulate.virtual.oracle.ballots import SimulatedBallots
@@ -95,6 +96,8 @@ class SimulationInvariants:
         self.blocks = SimulatedBlocks(world.plan.without_majority == "continue")
         self.conduct = SimulatedConduct(world)
         self.reductions = SimulatedReductions(world)
+        self.drifted: set[int] = set()
+        """Versions of which somebody had another state than the others."""
         self._chain = ChainRecord()
         """Every version that anybody applied, and the state after it."""
 
@@ -125,6 +128,8 @@ class SimulationInvariants:
         self.ballots.closed(host, commit)
         if digest not in self.commits:
             self._first_close(host, commit, digest)
+        if closed.parts and mean_digest(closed.parts) != commit.mean_digest:
+            raise Violation("I3", f"{host.name} closed version {commit.version} with another mean than it names")
         if closed.parts and digest not in self._recomputed:
             self._recomputed.add(digest)
             self._recompute(closed)
@@ -143,6 +148,8 @@ class SimulationInvariants:
             raise Violation("I2", f"version {commit.version} says {commit.tokens} tokens, its entries sum to {tokens}")
         if commit.fragment < 0 and before is not None:
             self._check_founding(host, commit, before)
+        if before is not None and self.world.drifts and commit.fragment >= 0:
+            self._agree_on_state(commit, before)
         if before is not None:
             self.conduct.on_commit(commit, before)
             self.reductions.on_commit(commit, before)
@@ -261,7 +268,7 @@ class SimulationInvariants:
         result = remake(self._chain, recorded, self.world.setup)
         two_faced = any(fault.how == "two-faced" for fault in self.world.plan.faults)
         for one in result.versions:
-            if one.verdict is not Verdict.REPRODUCED and not two_faced:
+            if one.verdict is not Verdict.REPRODUCED and not (two_faced or self.world.drifts):
                 raise Violation("I3", f"replay of version {one.version} of {one.lineage}: {one.verdict} {one.detail}")
         return result
 
@@ -284,9 +291,24 @@ class SimulationInvariants:
             return
         self._holders.setdefault(commit.digest, set()).add((host, host.machine.me))
         key = (commit.lineage, line.state.version)
-        if self._state_of.setdefault(key, line.state.digest) != line.state.digest:
+        alike = self._state_of.setdefault(key, line.state.digest) == line.state.digest
+        if self.world.drifts:
+            host.drifted = not alike or hashed_again(line.state) != line.state.digest
+            if host.drifted:
+                self.drifted.add(commit.version)
+        elif not alike:
             raise Violation("I1", f"{host.name} holds another state of version {line.state.version} than others")
-        self._chain.add(commit, line.state.digest, host.name)
+        if not host.drifted:
+            self._chain.add(commit, line.state.digest, host.name)
+
+    def _agree_on_state(self, commit: Commit, before: Commit) -> None:
+        """Of several states of a version its successor names the right one: who has another must copy it."""
+        self._state_of[before.lineage, before.version] = commit.state_digest
+        for host in self.world.living():
+            stands = host.progress.line if host.progress is not None else None
+            if stands is not None and stands.commit == before and stands.state.digest != commit.state_digest:
+                host.drifted = True
+                self.drifted.add(before.version)
 
     def on_resume(self, host: SimulatedProcess, line: Line) -> None:
         """Check the state from which a simulated peer begins again, after all were dead."""
@@ -329,6 +351,11 @@ class SimulationInvariants:
             host.steps.waits()
         if since_s is not None and self.world.now - max(since_s, host.thawed_s) > patience_s:
             raise Violation("I7", f"{host.name} waits in a round since {since_s:.1f}")
+
+
+def hashed_again(state: OuterState) -> str:
+    """Digest of the numbers that an outer state of a simulated peer has now."""
+    return OuterState(state.version, tuple(map(replace, state.fragments))).digest
 
 
 # ---------------------------------------------------------------- made once more

@@ -105,13 +105,17 @@ def _two_lives(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 
 def _malformed(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """A peer sends what no honest peer sends, as often as is allowed, and the network damages bytes of another."""
-    plan = replace(plan, peers=max(plan.peers, 3), radial=False)
+    """A peer sends what no honest peer sends, as often as is allowed, and the network damages bytes of another.
+
+    What is absurdly large is seen beside one other contribution, too.
+    """
+    lie = dice.choice(("short", "long", "infinite", "absurd"))
+    plan = replace(plan, peers=2 if lie == "absurd" else max(plan.peers, 3), radial=False)
     damaged, liar = dice.sample(range(plan.peers), 2)
     at_s = dice.uniform(1.0, 2.0)
     faults = (
         Fault(round(at_s, 2), "corrupt", f"p{damaged}", 3.0),
-        Fault(round(at_s + 4.0, 2), "lie", f"p{liar}", 6.0, dice.choice(("short", "long", "infinite"))),
+        Fault(round(at_s + 4.0, 2), "lie", f"p{liar}", 6.0, lie),
     )
     return replace(plan, faults=faults)
 

@@ -64,6 +64,7 @@ KINDS: Mapping[str, str] = {
     "corrupt": "bytes of its streams are damaged",
     "flip": "bits of messages to and from it are flipped: a checksum or TLS finds them",
     "replay": "an attacker sends old messages again",
+    "drift": "its anchor changes in memory, where nobody hashes it again: its next version has another state",
     "stranger": "one that is no member accepts whatever is proposed",
     "lie": "a member lies; how: one of `LIES`, or omits",
     "full": "its disk is full",

@@ -82,7 +82,7 @@ def _tears(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 
 def _damages(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """A peer damages what it sends, while one joins and another misses versions."""
+    """A peer damages what it sends, while one joins and another misses versions; or all do whom that one asks then."""
     plan = replace(plan, peers=max(plan.peers, 4))
     bad, away, other = dice.sample(range(plan.peers), 3)
     at_s = dice.uniform(1.0, 2.0)
@@ -92,6 +92,8 @@ def _damages(dice: Random, plan: FaultPlan) -> FaultPlan:
         Fault(at_s + 0.2, kind, f"p{away}+p{other}" if kind == "link" else f"p{away}", 3.5),
         Fault(at_s + dice.uniform(0.2, 2.0), "join", "j9"),
     ]
+    if dice.random() < 0.5:
+        faults += [Fault(at_s + 3.5, "corrupt", f"p{peer}", 1.5) for peer in range(plan.peers) if peer != away]
     return replace(plan, faults=tuple(faults))
 
 
@@ -132,6 +134,17 @@ def _lags(dice: Random, plan: FaultPlan) -> FaultPlan:
         feedback=dice.choice((-1.0, 0.95)),
     )
     return replace(plan, faults=(Fault(dice.uniform(2.0, 4.0), "join", "j9"),))
+
+
+def _drifts(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """The anchor of one peer changes in its memory, twice. Of two states that of the next version is right."""
+    plan = replace(_overlapping(dice, plan), most_peers=0)
+    peer, at_s = _peer(dice, plan), dice.uniform(1.0, 3.0)
+    kind = dice.choice(("stop", "slow"))
+    faults = [Fault(at_s + more_s, "drift", peer) for more_s in (0.0, dice.uniform(3.0, 4.0))]
+    if dice.random() < 0.6:
+        faults.append(Fault(at_s + dice.uniform(0.0, 1.0), kind, peer, dice.uniform(0.5, 2.0)))
+    return replace(plan, faults=tuple(faults))
 
 
 def _parts(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -194,5 +207,6 @@ SITUATIONS: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _ends: 2,
     _waits: 1,
     _meddles: 1,
+    _drifts: 4,
 }
 """Stories of a plan, and how often each is drawn beside the others."""
