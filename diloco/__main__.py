@@ -11,8 +11,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda number, _: os._exit(128 + number))
     if hasattr(signal, "pthread_sigmask"):  # whoever started this process may have held the signal back until here
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # GNU's OpenMP reads this when torch loads it. Its threads spin 30 times as long for their next work, and two peers
-    # that share the cores of one machine then take 97 s for what they do in 35 s so, and alone are no slower.
+    # GNU's OpenMP reads this when torch loads it. By default its threads spin 30 times as long for their next work: two
+    # peers on one machine's cores took 97 s for what takes 35 s with this. A peer alone is no slower.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     from diloco.cli.main import run

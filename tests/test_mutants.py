@@ -410,6 +410,8 @@ def test_seeds_that_a_mutant_does_not_change_run_as_without_it(template: Templat
     events = {seed: run_seeds([seed]).events for seed in seeds}
     for mutant in chosen:
         same = [seed for seed in seeds if seed not in changed[mutant.name]]
+        if not same:
+            continue
         copy = template.copy_with(mutant)
         output, errors = copy.parent / "output.json", copy.parent / "errors.txt"
         program = template.warm.start(copy, [*VIRTUAL, ",".join(map(str, same))], output, errors)

@@ -40,8 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2, "sequence_parallel": False},
     "tp+sp": {"tp": 4},
 }
-CHECKPOINTING = {"zero-1": "full", "zero-3": "selective"}
-COMPILED = {"zero-3"}
+CHECKPOINTING = {"zero-1": "full", "fsdp+tp": "selective"}
+COMPILED = {"fsdp+tp"}
 Lead = Callable[[Path, Island], dict[str, dict[str, float]]]
 
 

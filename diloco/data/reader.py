@@ -102,8 +102,8 @@ class BlockReader:
     def lease(self, held: Sequence[Blocks], counted: int = 0) -> None:
         """Read on in the lease of a new version, `held`; the first `counted` blocks of the former one are committed.
 
-        Raises ValueError when more is counted than used, or when `held` takes away blocks used since: then the peer
-        was out of the run in between, and starts with a new reader.
+        Raises ValueError when more is counted than used, or when `held` takes away blocks used since, as after a time
+        out of the run: `catch_up` takes such a lease for unread.
         """
         if not 0 <= counted <= self.used:
             raise ValueError(f"{counted} blocks counted of {self.used} used")

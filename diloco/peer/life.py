@@ -120,7 +120,8 @@ class PeerLife:
             if self.peer.ending.finishing and not (yield from self.enter()):
                 break  # without inner steps to do, rounds that are skipped at once would follow each other at once
             yield from self.round()
-        if self.leaving and not self.peer.done and self.line.trained.tokens and self._patient(monotonic_s()):
+        in_view, tokens = self.peer.exchange.in_view, self.line.trained.tokens
+        if self.leaving and not self.peer.done and in_view and tokens and self._patient(monotonic_s()):
             yield from self._guarded(run_round(self, 0, 0))
 
     def round(self) -> Life[Sequence[Closed] | Skip]:

@@ -6,7 +6,7 @@ CPU time of the loop's thread, and not the time that passes: other threads and o
 the garbage collector, which may meet any callback, are counted beside it (`gc_s`). What the host of a virtual machine
 may have taken meanwhile (`stolen_s`) is left out of both: Linux charges it to the thread that ran, 86 ms to a callback
 of 0.4 ms in one measurement. How slow this CPU is at the moment, beside one of usual speed, is measured right after the
-callback (`slowness`, at least 1): one whose other hyperthread is busy takes 1.6 times as long for the same work.
+callback (`slowness`, 1 to 4): one whose other hyperthread is busy takes 1.6 times as long for the same work.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ MIN_S: Final = 0.002
 """Shorter callbacks leave no line."""
 
 _STOLEN_AGE_S: Final = 0.005
-"""An older reading of stolen time is made again when a callback begins; each costs 20 microseconds."""
+"""Stolen time is read anew when a callback begins and the last reading is older; one costs 20 microseconds."""
 
 _USUAL_S: Final = 30e-9
 """Time that a CPU of usual speed takes for one of the additions of `_slowness`."""
 
-_ADDITIONS: Final = 5_000
+_ADDITIONS: Final = 2_000
+SAMPLES: Final = 3
+MAX_SLOWNESS: Final = 4.0
 
 _STAT: Final = Path("/proc/stat")
 
@@ -105,11 +107,16 @@ def busy_s(line: Mapping[str, Any], *, with_gc: bool) -> float:
 
 
 def _slowness() -> float:
-    """Time that this CPU takes for some work now, by what one of usual speed takes; at least 1."""
+    """Time that this CPU takes for some work now, by what one of usual speed takes: 1 to `MAX_SLOWNESS`."""
+    quickest_s = min(_additions_s() for _ in range(SAMPLES))  # in the others the host may have taken some
+    return round(min(max(1.0, quickest_s / (_ADDITIONS * _USUAL_S)), MAX_SLOWNESS), 2)
+
+
+def _additions_s() -> float:
     began_s, total = time.thread_time(), 0
     for number in range(_ADDITIONS):
         total += number
-    return round(max(1.0, (time.thread_time() - began_s) / (_ADDITIONS * _USUAL_S)), 2)
+    return time.thread_time() - began_s
 
 
 def _stolen_s(before: tuple[int, ...]) -> float:

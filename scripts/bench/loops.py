@@ -202,7 +202,7 @@ class Bench:
         """Note the slowest callbacks since the last phase, by process."""
         now_s = time.monotonic()
         slowest = {
-            who: sorted(process.new_lines(), key=lambda line: -line["cpu_s"])[:5]
+            who: sorted(process.new_lines(), key=lambda line: -busy_s(line, with_gc=False))[:5]
             for who, process in self.processes.items()
         }
         held = all(busy_s(line, with_gc=False) <= limit_s for lines in slowest.values() for line in lines)

@@ -52,9 +52,12 @@ def alike(one: Any, other: Any, fresh: bool = False) -> bool:
         return len(one) == len(other) and all(map(alike, one, other))
     if isinstance(one, float):
         return bool(one.hex() == other.hex())
-    plain = isinstance(one, int | str | bytes | frozenset | Enum)
+    if isinstance(one, frozenset) or (fresh and isinstance(one, list | set | deque)):
+        return len(one) == len(other) and all(map(alike, one, other))  # order, too: somebody may go through them
+    if fresh and isinstance(one, dict):
+        return len(one) == len(other) and all(map(alike, one.items(), other.items()))
     frozen = is_dataclass(one) and getattr(one, "__dataclass_params__").frozen  # noqa: B009
-    return bool((plain or frozen or (fresh and isinstance(one, list | set | dict | deque))) and one == other)
+    return bool((isinstance(one, int | str | bytes | Enum) or frozen) and one == other)
 
 
 def main() -> None:

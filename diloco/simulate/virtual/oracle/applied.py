@@ -86,8 +86,8 @@ class SimulatedSteps:
         before = line.commit
         if before is None or commit.fragment < 0 or commit.version <= before.version:
             return
-        made_on = commit.previous, commit.state_digest
-        if made_on != (before.digest, line.state.digest) and not self._process.drifted:
+        other_state = commit.state_digest != line.state.digest and not self._process.drifted
+        if commit.previous != before.digest or other_state:
             what = f"applies version {commit.version} at version {line.state.version}, which is not the one before it"
             raise Violation("I1", f"{name} {what}")
         self._check_archive()
