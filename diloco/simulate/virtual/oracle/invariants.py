@@ -303,7 +303,7 @@ class SimulationInvariants:
             self._chain.add(commit, line.state.digest, host.name)
 
     def _agree_on_state(self, commit: Commit, before: Commit) -> None:
-        """Of several states of a version its successor names the right one: who has another must copy it."""
+        """A simulated version that several states have: its successor names the right one, which the others copy."""
         self._state_of[before.lineage, before.version] = commit.state_digest
         for host in self.world.living():
             stands = host.progress.line if host.progress is not None else None
