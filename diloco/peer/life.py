@@ -120,8 +120,7 @@ class PeerLife:
             if self.peer.ending.finishing and not (yield from self.enter()):
                 break  # without inner steps to do, rounds that are skipped at once would follow each other at once
             yield from self.round()
-        in_view, tokens = self.peer.exchange.in_view, self.line.trained.tokens
-        if self.leaving and not self.peer.done and in_view and tokens and self._patient(monotonic_s()):
+        if self.leaving and not self.peer.done and self.line.trained.tokens and self._patient(monotonic_s()):
             yield from self._guarded(run_round(self, 0, 0))
 
     def round(self) -> Life[Sequence[Closed] | Skip]:
@@ -256,8 +255,10 @@ class PeerLife:
         return self.peer.exchange.closed() if skip is None else skip
 
     def _patient(self, since_s: float) -> bool:
-        """Whether this peer waits on, since then."""
-        return monotonic_s() < min(since_s + self.contract.membership.round_deadline_s, self._leave_by_s)
+        """Whether this peer waits on, since then. One that leaves waits for no version outside the view: it would be
+        the next but one that counts it."""
+        deadline_s = min(since_s + self.contract.membership.round_deadline_s, self._leave_by_s)
+        return monotonic_s() < deadline_s and (self.peer.exchange.in_view or not self.leaving)
 
     def withdrawn(self) -> Life[None]:
         """Nobody holds the peer's contribution."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SOON_S = 0.3
 """A version that closed within this time may not have reached others."""
-LEAVING_S = 0.5
+LEAVING_S = 1.5
 """Longest time that a peer which is to leave takes to give up a round."""
 
 
