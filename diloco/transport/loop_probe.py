@@ -39,8 +39,9 @@ _USUAL_S: Final = 30e-9
 """Time that a CPU of usual speed takes for one of the additions of `_slowness`."""
 
 _ADDITIONS: Final = 2_000
-SAMPLES: Final = 3
+_SAMPLES: Final = 3
 MAX_SLOWNESS: Final = 4.0
+"""A limit is never more than so many times as long."""
 
 _STAT: Final = Path("/proc/stat")
 
@@ -108,7 +109,7 @@ def busy_s(line: Mapping[str, Any], *, with_gc: bool) -> float:
 
 def _slowness() -> float:
     """Time that this CPU takes for some work now, by what one of usual speed takes: 1 to `MAX_SLOWNESS`."""
-    quickest_s = min(_additions_s() for _ in range(SAMPLES))  # in the others the host may have taken some
+    quickest_s = min(_additions_s() for _ in range(_SAMPLES))  # in the others the host may have taken some
     return round(min(max(1.0, quickest_s / (_ADDITIONS * _USUAL_S)), MAX_SLOWNESS), 2)
 
 
