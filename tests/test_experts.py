@@ -14,7 +14,7 @@ import pytest
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.island import Island
-from tests.test_parallel import CPU, STEPS, Run, State, found_by, furthest
+from tests.test_parallel import DEVICE, STEPS, Run, State, found_by, furthest
 from tests.test_parallel import contract as dense
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("experts")]  # one worker makes the fixture, once
@@ -31,15 +31,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # [mesh], and what 
 }
 CHECKPOINTING = {"fsdp+ep": "selective", "fsdp+ring": "selective"}
 COMPILED = {"ep+cp, auxiliary loss", "ring"}
+IN_BF16 = {case for case in CASES if "ring" in case and DEVICE.type == "cuda"}
+"""What a GPU does in no other precision."""
+
+
+def within(case: str) -> float:
+    """Relative difference of a mesh that rounding explains."""
+    return 2e-2 if case in IN_BF16 else 1e-4
 
 
 def contract(case: str) -> Contract:
     plain = dense()
-    return plain.model_copy(update={"model": plain.model.model_copy(update=CASES[case][1])})
+    inner = plain.inner.model_copy(update={"precision": "bf16"}) if case in IN_BF16 else plain.inner
+    return plain.model_copy(update={"model": plain.model.model_copy(update=CASES[case][1]), "inner": inner})
 
 
 def site(root: Path, case: str = "") -> Site:
-    device = {"kind": "cpu", "checkpointing": CHECKPOINTING.get(case, "none"), "compile": case in COMPILED}
+    device = {"kind": DEVICE.type, "checkpointing": CHECKPOINTING.get(case, "none"), "compile": case in COMPILED}
     mesh = CASES[case][0] if case else {}
     return Site.model_validate({"mesh": mesh, "device": device, "data": {"root": str(root)}})
 
@@ -49,9 +57,9 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
     found = {}
     alone: dict[str, tuple[Run, State, float]] = {}
     for case, (_, model) in CASES.items():
-        key = json.dumps(model)
+        key = json.dumps([model, case in IN_BF16])
         if key not in alone:
-            one = Run(contract(case), site(root), Island(0, 1, CPU))
+            one = Run(contract(case), site(root), Island(0, 1, DEVICE))
             one.train(STEPS)
             alone[key] = one, one.state(root / f"alone-{len(alone)}"), one.heldout()
         one, expected, expected_heldout = alone[key]
@@ -65,7 +73,7 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
             "share": share_of_experts(run),
         }
         one.train(STEPS + 2 - len(one.losses))
-        heir, reached = Run(contract(case), site(root), Island(0, 1, CPU)), run.state(root / f"mesh-{len(found)}")
+        heir, reached = Run(contract(case), site(root), Island(0, 1, DEVICE)), run.state(root / f"mesh-{len(found)}")
         for name, each, state in (("resumed", run, expected), ("onto one rank", heir, reached)):
             each.take(state)
             each.train(2)
@@ -87,11 +95,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_mesh_trains_as_one_process_does(case: str, found: dict[str, dict[str, float]]) -> None:
-    assert found[case]["losses"] < 1e-4
-    assert found[case]["weights"] < 1e-4
-    assert abs(found[case]["heldout"]) < 1e-4
-    assert found[case]["resumed"] < 1e-4
-    assert found[case]["onto one rank"] < 1e-4
+    assert found[case]["losses"] < within(case)
+    assert found[case]["weights"] < within(case)
+    assert abs(found[case]["heldout"]) < within(case)
+    assert found[case]["resumed"] < within(case)
+    assert found[case]["onto one rank"] < within(case)
 
 
 def test_a_rank_holds_its_experts_only(found: dict[str, dict[str, float]]) -> None:

@@ -29,7 +29,8 @@ from tests.warm import run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallel")]  # one worker makes the fixture, once
 
 STEPS, RANKS, VOCABULARY = 8, 4, 256
-CPU = torch.device("cpu")
+DEVICE = torch.device(os.environ.get("DILOCO_TEST_DEVICE", "cpu"))
+"""Of the ranks; `scripts/gpu-check` runs these tests with "cuda", where gradients go over NCCL."""
 CASES: dict[str, dict[str, Any]] = {
     "fsdp+tp": {"shard": "parameters", "tp": 2},
     "ddp": {},
@@ -39,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "hsdp": {"shard": "parameters", "dp_replicate": 2},
     "tp": {"tp": 2, "sequence_parallel": False},
     "tp+sp": {"tp": 4},
+    **({"offload": {"shard": "parameters", "offload": True}} if DEVICE.type == "cuda" else {}),
 }
 CHECKPOINTING = {"zero-1": "full", "fsdp+tp": "selective"}
 COMPILED = {"fsdp+tp"}
@@ -119,7 +121,7 @@ class Run:
 
 
 def case_site(case: str, root: Path) -> Site:
-    device = {"kind": "cpu", "checkpointing": CHECKPOINTING.get(case, "none"), "compile": case in COMPILED}
+    device = {"kind": DEVICE.type, "checkpointing": CHECKPOINTING.get(case, "none"), "compile": case in COMPILED}
     return Site.model_validate({"mesh": CASES[case], "device": device, "data": {"root": str(root)}})
 
 
@@ -130,8 +132,8 @@ def furthest(losses: list[float], expected: list[float]) -> float:
 def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
     """All cases, on every rank. After its steps, one rank goes on from each mesh's checkpoint, and each mesh from one
     rank's and from that of the mesh before it."""
-    plain = Site.model_validate({"data": {"root": str(root)}, "device": {"kind": "cpu"}})
-    alone = Run(contract(), plain, Island(0, 1, CPU))
+    plain = Site.model_validate({"data": {"root": str(root)}, "device": {"kind": DEVICE.type}})
+    alone = Run(contract(), plain, Island(0, 1, DEVICE))
     alone.train(STEPS)
     expected = before = alone.state(root / "alone")
     alone.train(2)
@@ -142,7 +144,7 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
         reached = run.state(root / case)
         weights = max((reached.weights[name] - value).abs().max().item() for name, value in expected.weights.items())
         found[case] = {"losses": furthest(run.losses, expected.losses), "weights": weights, **on_disk(reached)}
-        heir = Run(contract(), plain, Island(0, 1, CPU))
+        heir = Run(contract(), plain, Island(0, 1, DEVICE))
         resumed = {"onto one rank": (heir, reached), "from one rank": (run, expected), "across": (run, before)}
         for name, (each, state) in resumed.items():
             each.take(state)
@@ -163,11 +165,21 @@ def on_disk(state: State) -> dict[str, float]:
     return {"apart": apart, "written": sum(own.values()) / tensors, "largest": max(own.values()) / sum(own.values())}
 
 
+def device_of(place: int) -> torch.device:
+    """Device of a rank. Where GPUs are fewer, ranks share one as hosts of their own: NCCL refuses two of one host."""
+    if DEVICE.type != "cuda":
+        return DEVICE
+    os.environ["NCCL_HOSTID"] = str(place)
+    device = torch.device("cuda", place % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 def live(place: int, root: Path, meeting: str, lead: Lead, ranks: int) -> None:
     """One of the processes; rank 0 writes down what it found."""
     # What a compiler is given is what may not go together; the code that it makes of it takes a minute more.
     nn.Module.compile = partialmethod(nn.Module.compile, backend="aot_eager")  # type: ignore[method-assign]
-    island = Island.at(place, ranks, CPU, rendezvous=meeting)
+    island = Island.at(place, ranks, device_of(place), rendezvous=meeting)
     found = lead(root, island)
     if island.leads:
         (root / "found.json").write_text(json.dumps(found))

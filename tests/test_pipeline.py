@@ -17,7 +17,7 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.island import Island
 from tests.test_experts import EXPERTS
-from tests.test_parallel import CPU, STEPS, Run, State, found_by, furthest
+from tests.test_parallel import DEVICE, STEPS, Run, State, found_by, furthest
 from tests.test_parallel import contract as small
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]  # one worker makes the fixture, once
@@ -56,7 +56,7 @@ def contract(case: str, cases: Mapping[str, Case] = CASES) -> Contract:
 def site(root: Path, case: str | None = None, cases: Mapping[str, Case] = CASES) -> Site:
     """Site of a case, or of one process."""
     mesh, checkpointing = (cases[case].mesh, cases[case].checkpointing) if case else ({}, "none")
-    device = {"kind": "cpu", "checkpointing": checkpointing}
+    device = {"kind": DEVICE.type, "checkpointing": checkpointing}
     return Site.model_validate({"mesh": mesh, "device": device, "data": {"root": str(root)}})
 
 
@@ -64,7 +64,7 @@ class One:
     """One process, and where it was after some steps."""
 
     def __init__(self, case: str, root: Path) -> None:
-        self.run = Run(contract(case), site(root), Island(0, 1, CPU))
+        self.run = Run(contract(case), site(root), Island(0, 1, DEVICE))
         self.known: dict[int, tuple[dict[str, Tensor], float]] = {}
 
     def losses(self, steps: int) -> list[float]:
@@ -95,7 +95,7 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
             "losses": furthest(run.losses, one.losses(steps)),
             "weights": max((reached.weights[name] - value).abs().max().item() for name, value in weights.items()),
             "held out": run.heldout() / expected_heldout - 1,
-            "onto one process": gone_on(Run(contract(case), site(root), Island(0, 1, CPU)), reached, one),
+            "onto one process": gone_on(Run(contract(case), site(root), Island(0, 1, DEVICE)), reached, one),
             "from another mesh": gone_on(run, before[key], one) if key in before else 0.0,
         }
         before[key] = reached
@@ -126,7 +126,7 @@ THREE = {"pp+fsdp+tp": Case({"pp": 2, "shard": "parameters", "tp": 2, "micro_bat
 def lead_three(root: Path, island: Island) -> dict[str, dict[str, float]]:
     """Eight ranks beside one process."""
     (case,) = THREE
-    one = Run(contract(case, THREE), site(root), Island(0, 1, CPU))
+    one = Run(contract(case, THREE), site(root), Island(0, 1, DEVICE))
     one.train(STEPS)
     run = Run(contract(case, THREE), site(root, case, THREE), island)
     run.train(STEPS)
