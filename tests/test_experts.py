@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # [mesh], and what 
 CHECKPOINTING = {"fsdp+ep": "selective", "fsdp+ring": "selective"}
 COMPILED = {"ep+cp, auxiliary loss", "ring"}
 IN_BF16 = {case for case in CASES if "ring" in case and DEVICE.type == "cuda"}
-"""What a GPU does in no other precision."""
+"""Cases that a GPU does in bf16 only."""
 
 
 def within(case: str) -> float:

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallel")]  # one work
 
 STEPS, RANKS, VOCABULARY = 8, 4, 256
 DEVICE = torch.device(os.environ.get("DILOCO_TEST_DEVICE", "cpu"))
-"""Of the ranks; `scripts/gpu-check` runs these tests with "cuda", where gradients go over NCCL."""
+"""Device of the ranks; `scripts/gpu-check` runs these tests with "cuda", where gradients go over NCCL."""
 CASES: dict[str, dict[str, Any]] = {
     "fsdp+tp": {"shard": "parameters", "tp": 2},
     "ddp": {},
@@ -165,12 +165,14 @@ def on_disk(state: State) -> dict[str, float]:
     return {"apart": apart, "written": sum(own.values()) / tensors, "largest": max(own.values()) / sum(own.values())}
 
 
-def device_of(place: int) -> torch.device:
+def device_of(place: int, ranks: int) -> torch.device:
     """Device of a rank. Where GPUs are fewer, ranks share one as hosts of their own: NCCL refuses two of one host."""
     if DEVICE.type != "cuda":
         return DEVICE
-    os.environ["NCCL_HOSTID"] = str(place)
-    device = torch.device("cuda", place % torch.cuda.device_count())
+    gpus = torch.cuda.device_count()
+    if gpus < ranks:
+        os.environ["NCCL_HOSTID"] = str(place)
+    device = torch.device("cuda", place % gpus)
     torch.cuda.set_device(device)
     return device
 
@@ -179,7 +181,7 @@ def live(place: int, root: Path, meeting: str, lead: Lead, ranks: int) -> None:
     """One of the processes; rank 0 writes down what it found."""
     # What a compiler is given is what may not go together; the code that it makes of it takes a minute more.
     nn.Module.compile = partialmethod(nn.Module.compile, backend="aot_eager")  # type: ignore[method-assign]
-    island = Island.at(place, ranks, device_of(place), rendezvous=meeting)
+    island = Island.at(place, ranks, device_of(place, ranks), rendezvous=meeting)
     found = lead(root, island)
     if island.leads:
         (root / "found.json").write_text(json.dumps(found))

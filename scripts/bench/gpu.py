@@ -1,4 +1,4 @@
-"""What only a GPU can show: islands over NCCL, and what a sync costs the inner steps of a GPU.
+"""Checks that need a GPU: islands over NCCL, and what a sync costs the inner steps of a GPU.
 
     scripts/gpu-check                              everything: about 6 minutes on one GPU
     scripts/gpu-check --only meshes                the tests of islands, of 4 and 8 ranks, over NCCL
@@ -89,7 +89,7 @@ class Row:
     gpu_bytes: int | None
     host_bytes: int
     loss: tuple[float, float]
-    """Of the first and the last version."""
+    """Loss of the first and of the last version."""
 
 
 def main() -> int:
@@ -261,7 +261,7 @@ class Group:
         self._start(name, name, [str(path)])
 
     def ticket(self, name: str) -> str:
-        """What joins a founder's run, once it listens. Raises Failed."""
+        """Ticket of a founder's run, once it listens. Raises Failed."""
         card = self._folder / name / "peer.json"
         self._until(card.exists, f"{name} listens", START_S)
         return str(json.loads(card.read_text())["ticket"])
@@ -291,8 +291,8 @@ class Group:
         if self._options.device == "cuda":
             gpu = len(self._processes) % torch.cuda.device_count()
             variables |= {"CUDA_VISIBLE_DEVICES": str(gpu), **local_network(self._options)}
-        if host:
-            variables["NCCL_HOSTID"] = host
+            if host and torch.cuda.device_count() == 1:
+                variables["NCCL_HOSTID"] = host
         with (self._folder / f"{key}.log").open("wb") as log:
             self._processes[key] = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
