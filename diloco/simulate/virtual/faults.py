@@ -21,6 +21,7 @@ from diloco.simulate.virtual.plans.plan import (
 )
 from diloco.simulate.virtual.process import SimulatedProcess
 from diloco.simulate.virtual.schedules import SimulatedDuel, SimulatedMuffle
+from diloco.simulate.virtual.timeline import WORK_S
 from diloco.simulate.virtual.wires import SimulatedCut
 
 if TYPE_CHECKING:
@@ -78,6 +79,17 @@ def _stop(world: SimulatedWorld, fault: Fault) -> bool:
     world.log(host.name, "is STOPPED")
     host.stop()
     world.after(fault.for_s, host.thaw)
+    return True
+
+
+def _busy(world: SimulatedWorld, fault: Fault) -> bool:
+    """The fault "busy": the results of hashing, decoding and encoding come late, and messages as soon as ever."""
+    host = world.host(fault.peer)
+    if host is None or not host.alive:
+        return False
+    world.log(host.name, f"has a BUSY machine: what it computes takes {fault.how} s")
+    host.loop.work_s = float(fault.how)
+    world.after(fault.for_s, setattr, host.loop, "work_s", WORK_S)
     return True
 
 
@@ -316,6 +328,7 @@ _STRIKES: Mapping[str, Callable[[SimulatedWorld, Fault], bool]] = {
     "kill": _kill,
     "power": _kill,
     "stop": _stop,
+    "busy": _busy,
     "cut": _cut,
     "link": _link,
     "duel": _duel,

@@ -318,6 +318,8 @@ class SimulatedLink(Link):
         self._network, self._process = network, process
         self._deadlines = SimulatedDeadlines(process.loop, rpc_s)
         """For messages."""
+        self.silent_s: dict[str, float] = {}
+        """By address: when it last refused to say who it is, or let a message wait for an answer."""
 
     @property
     def send_bps(self) -> int:
@@ -331,6 +333,9 @@ class SimulatedLink(Link):
         try:
             reply: Reply = await call.answer
             return reply
+        except LinkSlow:
+            self.silent_s[address] = self._network.world.now
+            raise
         finally:
             call.end()
 
@@ -368,7 +373,11 @@ class SimulatedLink(Link):
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
         named = self._network.world.machines.named
-        return await self._ask_now(address, timeout_s, lambda s: replace(s.on_hello(), process=named(address)))
+        try:
+            return await self._ask_now(address, timeout_s, lambda s: replace(s.on_hello(), process=named(address)))
+        except LinkDown:
+            self.silent_s[address] = self._network.world.now
+            raise
 
     async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
         return await self._ask_now(address, timeout_s, lambda service: service.on_lanes())

@@ -156,6 +156,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._timeline, self.name = timeline, name
         self.offset_s = 0.0
         """Seconds by which this process's clock is ahead of virtual time."""
+        self.work_s = WORK_S
+        """Time that work of another thread takes."""
         self.stopped = self.dead = False
         self.waiting: list[Happening] = []
         """Callbacks for when it goes on."""
@@ -271,7 +273,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Future[T]:
         """Do work of another thread of the process: at once, but its result takes its time."""
         done, later = InPlace().submit(func, *args), self.create_future()
-        self.call_later(WORK_S, _settle, later, done)
+        self.call_later(self.work_s, _settle, later, done)
         return later
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:

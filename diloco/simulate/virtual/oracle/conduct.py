@@ -60,6 +60,8 @@ class Conduct:
     """By peer: the latest life that it heard, and when."""
     lag: dict[Member, int] = field(default_factory=dict)
     """Versions that a peer was behind it by its last heartbeat."""
+    joining: dict[Member, bool] = field(default_factory=dict)
+    """Whether a peer asked to join in its last heartbeat."""
     goodbyes: list[tuple[Member, m.Goodbye, str]] = field(default_factory=list)
     """Those that it heard and that may concern a view to come; with the lineage."""
     alone_since_s: float | None = None
@@ -81,8 +83,6 @@ class SimulatedConduct:
         """Lives that said goodbye."""
         self._followed: set[tuple[str, int, str]] = set()
         """Peer, incarnation and a lineage that it followed."""
-        self._over: dict[str, frozenset[tuple[str, int]]] = {}
-        """By commit: lives that it, or one before it, left out of the view."""
         self._members: set[tuple[str, int]] = set()
         """Lives that stood in a view: others may have joined and never have heard of it."""
         self._founded: set[str] = set()
@@ -106,8 +106,9 @@ class SimulatedConduct:
             match effect:
                 case m.Send(_, m.Envelope(body=body)) if life.gone and not isinstance(body, m.Goodbye):
                     raise Violation("I1", f"{host.name} says {type(body).__name__} after its goodbye")
-                case m.Send(_, m.Envelope(body=m.Heartbeat())):
-                    pass
+                case m.Send(_, m.Envelope(body=m.Heartbeat(joining=joining), sender=me)):
+                    if joining and (me.peer, me.incarnation) in self._members:
+                        raise Violation("I1", f"{host.name} asks to join as a life that stood in a view")
                 case m.Send(to, envelope):
                     self._said(host, life, to, envelope)
                 case m.Close(commit):
@@ -254,21 +255,22 @@ class SimulatedConduct:
         """Check the view of a commit that follows another."""
         old = {(member.peer, member.incarnation) for member in before.view}
         new = {(member.peer, member.incarnation) for member in commit.view}
-        over = self._over.get(before.digest, frozenset())
-        if again := over & new & self._members:
-            raise Violation("I1", f"version {commit.version} has {sorted(again)} in its view, a life that was over")
-        self._over[commit.digest] = over | (old - new)
         for peer, incarnation in new - old:
             if not self._clockless and (peer, incarnation, commit.lineage) not in self._followed:
                 raise Violation("I8", f"version {commit.version} takes {peer} in, which is in another lineage")
 
     def _check_newcomers(self, host: SimulatedProcess, life: Conduct, commit: Commit) -> None:
-        """Joiners that a proposal takes in are so near that commits bring them there."""
+        """Joiners that a proposal takes in ask for it, and are so near that commits bring them there. A life that was
+        left out of a view asks no more."""
         machine = host.machine
         near = max(machine.rules.backlog_versions - 1, 0)
         known = {(member.peer, member.incarnation) for member in machine.view}
         for member in commit.view:
-            if (member.peer, member.incarnation) not in known and life.lag.get(member, 0) > near:
+            if (member.peer, member.incarnation) in known:
+                continue
+            if not life.joining.get(member, True):
+                raise Violation("I1", f"{host.name} takes {member.peer} in, which does not ask for it")
+            if life.lag.get(member, 0) > near:
                 raise Violation("I7", f"{host.name} takes {member.peer} in, {life.lag[member]} versions behind")
 
     def _closes(self, host: SimulatedProcess, life: Conduct, commit: Commit) -> None:
@@ -372,7 +374,7 @@ class SimulatedConduct:
     ) -> None:
         """Check that nobody waits for a peer that hears nobody, and that one that is behind gets the latest commit."""
         machine = host.machine
-        life.lag[sender] = machine.version - beat.version
+        life.lag[sender], life.joining[sender] = machine.version - beat.version, beat.joining
         if beat.deaf and sender in machine.alive():
             raise Violation("I7", f"{host.name} waits for {sender.peer}, which hears nobody")
         if machine.commit is None:
@@ -415,6 +417,9 @@ class SimulatedConduct:
             return
         if isinstance(event, m.Tick):
             self._check_repeats(host, life)
+        elif isinstance(event, m.Unreachable) and not event.proven:
+            if host.link.silent_s.get(event.member.address) != host.world.now:
+                raise Violation("I7", f"{host.name} takes {event.member.peer} for gone as one connection to it broke")
         elif isinstance(event, m.MeanHeld) and life.decided is not None:
             commit, life.decided = life.decided, life.decided if event.mean_digest != life.decided.mean_digest else None
             if life.decided is None and commit.previous == host.machine.commit.digest:

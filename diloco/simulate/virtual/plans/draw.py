@@ -47,6 +47,11 @@ OTHER_CODECS_SHARE = 0.4
 LATE_S = (1, 3, 6)
 LIES = ("short", "long", "garbled", "infinite", "absurd", "two-faced")
 SELDOM_SHARE = 0.12
+BUSY_SHARE, BUSY_S = 0.1, (0.1, 0.3, 1.0)
+"""Share of the plans in which a machine is busy, and how long what it computes takes then."""
+BACKLOG_SHARE, BACKLOGS = 0.15, (2, 3, 8)
+"""Share of the plans in which peers keep another number of versions than 4, and the numbers. With 1 a joiner must have
+the latest to be let in, which it never has where versions take no longer than a copy."""
 MACHINES_SHARE = 0.25
 BANDWIDTH_SHARE, BANDWIDTH_MBIT, LIMITED_ROUND_S = 0.15, ("0", "0.5", "1", "4"), 1.0
 """Share of the plans whose uplinks have a limit, and the limits. A round is then at least so long: a state is copied
@@ -111,7 +116,8 @@ def draw(
     if plan.policy == "gossip":
         return _gossiping(Random(f"gossip {seed}"), plan)
     dice = Random(f"situation {seed}")
-    return _served_by_one(dice.choices((_as_it_is, of_agreement, of_storage), SITUATION_SHARES)[0](dice, plan))
+    plan = _served_by_one(dice.choices((_as_it_is, of_agreement, of_storage), SITUATION_SHARES)[0](dice, plan))
+    return _under_load(Random(f"load {seed}"), plan)
 
 
 def _as_it_is(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -195,6 +201,19 @@ def _served_by_one(plan: FaultPlan) -> FaultPlan:
     if plan.speeds or plan.round_s < SLOW_ROUND_S:
         return replace(plan, bandwidth="")
     return replace(plan, bandwidth="+".join(f"{float(rate) * (plan.peers - 1):g}" for rate in rates))
+
+
+def _under_load(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A seed's plan with peers that keep fewer versions or more, and with a busy machine, most often while something
+    else goes wrong."""
+    if dice.random() < BACKLOG_SHARE:
+        plan = replace(plan, backlog=dice.choice(BACKLOGS))
+    if dice.random() >= BUSY_SHARE:
+        return plan
+    at_s = dice.choice([*(fault.at_s for fault in plan.faults), FIRST_FAULT_S])
+    at_s, for_s = max(at_s - dice.uniform(0.0, 1.0), FIRST_FAULT_S), dice.uniform(1.0, 4.0)
+    busy = Fault(round(at_s, 2), "busy", f"p{dice.randrange(plan.peers)}", round(for_s, 2), str(dice.choice(BUSY_S)))
+    return replace(plan, faults=tuple(sorted((*plan.faults, busy), key=lambda fault: fault.at_s)))
 
 
 def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> FaultPlan:

@@ -48,6 +48,7 @@ KINDS: Mapping[str, str] = {
     "second": "one more process starts in the folder of one that lives: the folder has one writer",
     "twin": "a living one is taken for dead, and started once more elsewhere, with a copy of its disk or blank",
     "stop": "nothing of it happens for a while",
+    "busy": "its machine has much else to do: work beside its event loop takes long; how: seconds",
     "jump": "its clock jumps forward; how: seconds",
     "join": "a new one joins",
     "leave": "it is asked to leave; how: before or after an effect or a message",
@@ -150,6 +151,8 @@ class FaultPlan:
     bandwidth: str = ""
     """Mbit/s of the uplinks of p0, p1, ... in turn, as in `4+0.5+0`, which all streams of a peer share; 0: no limit. A
     contribution in fp32 has 0.2 Mbit, a state twice that or more."""
+    backlog: int = 4
+    """Versions that peers keep for those that are behind (`membership.backlog_versions`)."""
     checkpoint_every: int = 2
     """Versions from one checkpoint of a peer to its next."""
     total_tokens: int = 0

@@ -98,6 +98,7 @@ def contract_of(plan: FaultPlan) -> Contract:
                 "match_deadline_s": 3.0,
                 "round_deadline_s": PATIENCE_S,
                 "stragglers": plan.stragglers,
+                "backlog_versions": plan.backlog,
             },
             "data": {"sequence_length": 1},
             "model": {"kind": "external"},
