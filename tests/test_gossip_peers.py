@@ -21,7 +21,6 @@ from diloco.base.errors import StateError
 from diloco.base.types import Member, Phase, Progress
 from diloco.compress import open_codecs
 from diloco.config.contract import CodecSection
-from diloco.exchange import archive
 from diloco.gossip import swapping
 from diloco.gossip.pairing import Pairing, pair_mean, spread
 from diloco.gossip.swaps import Arriving, Swap, SwapStage
@@ -200,7 +199,7 @@ def test_a_state_that_was_copied_is_kept_no_longer_than_somebody_may_read_it(mon
     world.add("p1")
     snapshots = a.peer.exchange._snapshots
     assert len(snapshots.digests()) == 1
-    monkeypatch.setattr(archive, "IDLE_S", 0.0)
+    monkeypatch.setattr(snapshots, "_unread_s", 0.0)
     until(lambda: not snapshots.digests(), "the state is dropped", 10.0)
     world.close()
 

@@ -125,7 +125,7 @@ class Listener:
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
         return self.state.get(chunk) if digest == "digest" else None
 
-    async def on_state_bytes(self, size_bytes: int) -> None:
+    async def on_state_bytes(self, digest: str, size_bytes: int) -> None:
         pass
 
     def on_status(self) -> str:

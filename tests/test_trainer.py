@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.base.clock import monotonic_s
 from diloco.base.types import Member
 from diloco.data.reader import BlockReader
-from diloco.exchange.archive import IDLE_S
 from diloco.exchange.service import ExchangeService
 from diloco.island import Island
 from diloco.observe.events import to_json
@@ -109,7 +108,7 @@ class LocalTrainer(LocalPeer):
         """The latest of the others: that which somebody copied before is no longer kept for those who read it."""
         for peer in self.world.peers:
             snapshots = peer.peer.exchange.archive.snapshots
-            self.world.call(partial(snapshots.forget, peer.version, monotonic_s() + 2 * IDLE_S))
+            self.world.call(partial(snapshots.forget, peer.version, math.inf))
         drive(self.peer.copy_state(self.peer.exchange.sources().result(DEADLINE_S)))
 
     def before_it_offers(self, what: Callable[[], object]) -> None:

@@ -18,8 +18,8 @@ from diloco.protocol.streams import StateOffer
 
 MAX_SNAPSHOTS = 2
 """States kept for peers that are copying them, besides the latest."""
-IDLE_S = 60.0
-"""A snapshot that nobody read for so long is dropped: at 0.6 Mb/s one chunk takes that long."""
+UNREAD_STALLS = 3
+"""A snapshot of which nobody asked for a chunk, nor took bytes of one, for so many `stall_s` is dropped."""
 
 
 def make_offer(state: OuterState, commit: Commit | None) -> StateOffer:
@@ -181,10 +181,16 @@ class Untaken:
 
 
 class Snapshots:
-    """States that others are copying. One that is being read stays, for as long as the backlog leads on from it."""
+    """States that others are copying. One that is being read stays, for as long as the backlog leads on from it.
 
-    def __init__(self, backlog: Backlog) -> None:
+    Args:
+        unread_s: a snapshot that nobody reads for so long is dropped. Whoever is offered an older one has not read it
+            yet, and may be one that cannot use it, and asks again and again.
+    """
+
+    def __init__(self, backlog: Backlog, unread_s: float) -> None:
         self._backlog = backlog
+        self._unread_s = unread_s
         self._kept: dict[str, _Snapshot] = {}
 
     def oldest_version(self) -> int | None:
@@ -198,9 +204,7 @@ class Snapshots:
         if not full:
             self._kept[offer.digest] = _Snapshot(state, offer, state.manifest(), now_s)
             return offer
-        latest = max(self._kept.values(), key=lambda snapshot: snapshot.offer.version)
-        latest.read_at_s = now_s
-        return latest.offer
+        return max(self._kept.values(), key=lambda snapshot: snapshot.offer.version).offer
 
     def digests(self) -> set[str]:
         """Digests of the states that are kept for copies."""
@@ -213,6 +217,11 @@ class Snapshots:
             return None
         snapshot.read_at_s = now_s
         return snapshot.manifest[index]
+
+    def read(self, digest: str, now_s: float) -> None:
+        """Note that a peer takes bytes of a kept state: over a slow link a chunk takes long."""
+        if digest in self._kept:
+            self._kept[digest].read_at_s = now_s
 
     def chunk(self, digest: str, index: int, now_s: float) -> bytes | None:
         """One chunk of a kept state for another peer's copy, where one lane holds all of it."""
@@ -231,7 +240,7 @@ class Snapshots:
 
         def wanted(snapshot: _Snapshot) -> bool:
             at = snapshot.offer.version
-            return now_s - snapshot.read_at_s <= IDLE_S and (at >= version or self._backlog.leads_on_from(at))
+            return now_s - snapshot.read_at_s <= self._unread_s and (at >= version or self._backlog.leads_on_from(at))
 
         self._kept = {digest: snapshot for digest, snapshot in self._kept.items() if wanted(snapshot)}
 
@@ -243,12 +252,13 @@ class Archive:
 
     Args:
         max_bytes: of all means of the backlog, while a state is copied (`Backlog`).
+        stall_s: time that a slow link may be still.
     """
 
-    def __init__(self, lanes: Lanes, means_kept: int, backlog_versions: int, max_bytes: int) -> None:
+    def __init__(self, lanes: Lanes, means_kept: int, backlog_versions: int, max_bytes: int, stall_s: float) -> None:
         self._lanes = lanes
         self.backlog = Backlog(backlog_versions, max_bytes)
-        self.snapshots = Snapshots(self.backlog)
+        self.snapshots = Snapshots(self.backlog, UNREAD_STALLS * stall_s)
         self.state: OuterState | None = None
         """Where the training side stands."""
         self.commit: Commit | None = None

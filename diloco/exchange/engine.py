@@ -73,7 +73,7 @@ class Exchange(ExchangeTasks):
         self.lane.head = self
         self.lanes = Lanes(self.lane)
         rules, state = terms.rules, state_bytes(terms.lane.layout, terms.lane.optimizer)
-        self.archive = Archive(self.lanes, rules.means_kept, rules.backlog_versions, state)
+        self.archive = Archive(self.lanes, rules.means_kept, rules.backlog_versions, state, terms.timing.stall_s)
         self.hasher = one_thread("hash")
         """Hashes states that joiners ask for, and means that were fetched."""
         self._fetcher = Fetcher(terms, link, self.machine, self.archive, self._feed, self.hasher)

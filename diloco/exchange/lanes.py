@@ -331,7 +331,7 @@ class LaneService(Service):
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
         raise _not_here()
 
-    async def on_state_bytes(self, size_bytes: int) -> None:
+    async def on_state_bytes(self, digest: str, size_bytes: int) -> None:
         raise _not_here()
 
     def on_status(self) -> str:

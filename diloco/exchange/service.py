@@ -92,7 +92,8 @@ class ExchangeService(Service):
         failpoints.hit("serving-state")
         return await self._archive.chunk(digest, chunk)
 
-    async def on_state_bytes(self, size_bytes: int) -> None:
+    async def on_state_bytes(self, digest: str, size_bytes: int) -> None:
+        self._archive.snapshots.read(digest, monotonic_s())
         await asyncio.sleep(self._serving.delay_s(size_bytes, monotonic_s()))
 
     def on_status(self) -> str:

@@ -31,7 +31,7 @@ from diloco.base.types import Closed, Member
 from diloco.compress import PayloadError
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.exchange.archive import Backlog, Snapshots, make_offer
+from diloco.exchange.archive import UNREAD_STALLS, Backlog, Snapshots, make_offer
 from diloco.exchange.background import ExchangeTasks
 from diloco.exchange.statesync import download
 from diloco.exchange.terms import max_part_bytes
@@ -109,7 +109,7 @@ class Swapping(ExchangeTasks):
         self._sequence = 0
         self.state: OuterState | None = None
         """The outer state that joiners are offered. The training thread sets it."""
-        self._snapshots = Snapshots(Backlog(0, 0))
+        self._snapshots = Snapshots(Backlog(0, 0), UNREAD_STALLS * terms.site.timeouts.stall_s)
         self._serving = RateLimit(serve_bps_of(terms.site))
 
     # ------------------------------------------------------------ for the training side (any thread)
@@ -448,7 +448,8 @@ class Swapping(ExchangeTasks):
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
         return self._snapshots.chunk(digest, chunk, monotonic_s())
 
-    async def on_state_bytes(self, size_bytes: int) -> None:
+    async def on_state_bytes(self, digest: str, size_bytes: int) -> None:
+        self._snapshots.read(digest, monotonic_s())
         await asyncio.sleep(self._serving.delay_s(size_bytes, monotonic_s()))
 
     def on_status(self) -> str:

@@ -154,7 +154,7 @@ class _MemoryLink(Link):
             if payload is None:
                 raise LinkRefused(Reply.STALE, f"{address}: chunk {index} of that state is not here")
             _check_sizes([payload], max_chunk_bytes)
-            await self._ask(address, stall_s, _state_bytes(len(payload)))
+            await self._ask(address, stall_s, _state_bytes(digest, len(payload)))
             yield index, payload
 
     async def status(self, address: str, timeout_s: float) -> str:
@@ -213,8 +213,8 @@ def _state_chunk(digest: str, index: int) -> Callable[[Service], Awaitable[bytes
     return lambda service: service.on_state_chunk(digest, index)
 
 
-def _state_bytes(size_bytes: int) -> Callable[[Service], Awaitable[None]]:
-    return lambda service: service.on_state_bytes(size_bytes)
+def _state_bytes(digest: str, size_bytes: int) -> Callable[[Service], Awaitable[None]]:
+    return lambda service: service.on_state_bytes(digest, size_bytes)
 
 
 def _check_means(means: Sequence[Sequence[bytes]], limits: Limits) -> None:

@@ -170,7 +170,8 @@ class _Handlers(PeerServicer):
                 if payload is None:
                     raise LinkRefused(Reply.STALE, f"chunk {index} of that state is not here")
                 for reply in cut([Part(index, payload)], parts_pb2.FetchStateReply, MessageSize(FETCH_MESSAGE_BYTES)):
-                    await self._service.on_state_bytes(sum(len(chunk.payload) for chunk in reply.chunks.chunks))
+                    size_bytes = sum(len(chunk.payload) for chunk in reply.chunks.chunks)
+                    await self._service.on_state_bytes(request.digest, size_bytes)
                     await self._write(context, reply)
 
     async def Lanes(self, request: peer_pb2.LanesRequest, context: Context) -> peer_pb2.LanesReply:

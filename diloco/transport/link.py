@@ -139,8 +139,9 @@ class Service(Protocol):
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
         """Answer a call of `Link.fetch_state` with one chunk of that snapshot; None when it is gone."""
 
-    async def on_state_bytes(self, size_bytes: int) -> None:
-        """Pacing of a `Link.fetch_state` answer: wait until so many bytes may be sent; trainers go first."""
+    async def on_state_bytes(self, digest: str, size_bytes: int) -> None:
+        """Pacing of a `Link.fetch_state` answer: wait until so many bytes of that snapshot may be sent; trainers go
+        first."""
 
     def on_status(self) -> str:
         """Answer a call of `Link.status`: this peer's status as JSON."""

@@ -172,7 +172,7 @@ def state_chunk(digest: str, index: int) -> Callable[[Service], Awaitable[bytes 
     async def answer(service: Service) -> bytes | None:
         payload = await service.on_state_chunk(digest, index)
         if payload is not None:
-            await service.on_state_bytes(len(payload))
+            await service.on_state_bytes(digest, len(payload))
         return payload
 
     return answer
