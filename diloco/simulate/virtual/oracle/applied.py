@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from diloco.base.life import Life
-from diloco.base.types import Blocks, Closed, Commit, Contribution
+from diloco.base.types import Blocks, Closed, Commit, Contribution, Skip
 from diloco.outer.line import Diverged, Line
 from diloco.simulate.virtual.oracle.gate import Violation
 
@@ -34,6 +34,8 @@ class SimulatedSteps:
         """It has copied a state since it last began to."""
         self._outside_s = math.inf
         """Since when it waits in a round that cannot count it, and is to leave."""
+        self._last: Contribution | None = None
+        """Its latest offer, if it was to leave by then."""
         apply = peer.apply
 
         def on_apply(closed: Closed, seconds: dict[str, float]) -> Life[None]:
@@ -62,6 +64,11 @@ class SimulatedSteps:
 
         peer.copy_again, untaken.restart = on_copy_again, on_restart  # type: ignore[method-assign]
         close, leave, withdraw = peer.exchange._close, peer.exchange.leave, peer.withdraw
+        offer = peer.exchange.offer
+
+        def on_offer(contribution: Contribution, leaving: bool) -> Future[Skip | None]:
+            self._offers(contribution, leaving)
+            return offer(contribution, leaving)
 
         def on_withdraw() -> None:
             withdraw()
@@ -78,7 +85,7 @@ class SimulatedSteps:
             return leave()
 
         peer.exchange._close, peer.exchange.leave = on_close, on_leave  # type: ignore[method-assign]
-        peer.withdraw = on_withdraw  # type: ignore[method-assign]
+        peer.withdraw, peer.exchange.offer = on_withdraw, on_offer  # type: ignore[method-assign]
 
     def applies(self, commit: Commit) -> None:
         """I1: a version is applied to the state that it was made on, and after the commit before it."""
@@ -115,6 +122,13 @@ class SimulatedSteps:
         near = [host for host in others if world.network.connected(self._process.name, host.name)]
         if near and not any(host.machine.version >= machine.version for host in others):
             raise Violation("I5", f"{self._process.name} leaves with version {machine.version}, which nobody else has")
+
+    def _offers(self, contribution: Contribution, leaving: bool) -> None:
+        """I7: who leaves measures nothing more where no version can count it, as it is out of the view."""
+        last, self._last = self._last, contribution if leaving else None
+        outside = not self._exchange.machine.in_view and self._process.world.now - self._closed_s > SOON_S
+        if outside and last is not None and self._last is not last:
+            raise Violation("I7", f"{self._process.name} leaves, and measures once more out of the view")
 
     def waits(self) -> None:
         """I7: who leaves waits for no version that cannot count it, as it is out of the view."""

@@ -178,7 +178,7 @@ def _leaves(dice: Random, plan: FaultPlan) -> FaultPlan:
     faults = [
         Fault(at_s, "leave", f"p{first}", how=dice.choice(("", "after Close", "after Close"))),
         Fault(at_s, "cut", f"p{second}", 3.0),
-        Fault(at_s + 3.0 + dice.uniform(0.0, 1.0), "leave", f"p{second}"),
+        Fault(at_s + 3.0 + dice.uniform(0.6, 2.0), "leave", f"p{second}"),
     ]
     return replace(plan, faults=tuple(faults))
 
