@@ -36,7 +36,11 @@ class SimulatedSteps:
         """Since when it waits in a round that cannot count it, and is to leave."""
         self._last: Contribution | None = None
         """Its latest offer, if it was to leave by then."""
-        apply = peer.apply
+        self._look_at_versions(peer)
+        self._look_at_rounds(peer)
+
+    def _look_at_versions(self, peer: Peer) -> None:
+        apply, process = peer.apply, self._process
 
         def on_apply(closed: Closed, seconds: dict[str, float]) -> Life[None]:
             self.applies(closed.commit)
@@ -63,8 +67,10 @@ class SimulatedSteps:
             return later, missing
 
         peer.copy_again, untaken.restart = on_copy_again, on_restart  # type: ignore[method-assign]
-        close, leave, withdraw = peer.exchange._close, peer.exchange.leave, peer.withdraw
-        offer = peer.exchange.offer
+
+    def _look_at_rounds(self, peer: Peer) -> None:
+        exchange, process = peer.exchange, self._process
+        close, leave, offer, withdraw = exchange._close, exchange.leave, exchange.offer, peer.withdraw
 
         def on_offer(contribution: Contribution, leaving: bool) -> Future[Skip | None]:
             self._offers(contribution, leaving)
@@ -84,8 +90,8 @@ class SimulatedSteps:
             process.gone = True  # also where there is nobody to say it to
             return leave()
 
-        peer.exchange._close, peer.exchange.leave = on_close, on_leave  # type: ignore[method-assign]
-        peer.withdraw, peer.exchange.offer = on_withdraw, on_offer  # type: ignore[method-assign]
+        exchange._close, exchange.leave = on_close, on_leave  # type: ignore[method-assign]
+        exchange.offer, peer.withdraw = on_offer, on_withdraw  # type: ignore[method-assign]
 
     def applies(self, commit: Commit) -> None:
         """I1: a version is applied to the state that it was made on, and after the commit before it."""
