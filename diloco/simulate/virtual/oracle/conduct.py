@@ -417,13 +417,20 @@ class SimulatedConduct:
             return
         if isinstance(event, m.Tick):
             self._check_repeats(host, life)
-        elif isinstance(event, m.Unreachable) and not event.proven:
-            if host.link.silent_s.get(event.member.address) != host.world.now:
-                raise Violation("I7", f"{host.name} takes {event.member.peer} for gone as one connection to it broke")
+        elif isinstance(event, m.Unreachable):
+            self._check_lost(host, event)
         elif isinstance(event, m.MeanHeld) and life.decided is not None:
             commit, life.decided = life.decided, life.decided if event.mean_digest != life.decided.mean_digest else None
             if life.decided is None and commit.previous == host.machine.commit.digest:
                 raise Violation("I7", f"{host.name} has the mean of version {commit.version}, and does not close it")
+
+    def _check_lost(self, host: SimulatedProcess, event: m.Unreachable) -> None:
+        """A peer counts as silent as soon as it lets a call wait, or nobody takes a connection there; not before."""
+        peer = event.member.peer
+        if not event.proven and host.link.silent_s.get(event.member.address) != host.world.now:
+            raise Violation("I7", f"{host.name} takes {peer} for gone as one connection to it broke")
+        if event.member in host.machine.alive():
+            raise Violation("I7", f"{host.name} takes {peer} for alive, where nothing can be delivered")
 
     def _check_repeats(self, host: SimulatedProcess, life: Conduct) -> None:
         """Check that messages without an answer are said again, and that a proposal that nobody accepts is given up:
