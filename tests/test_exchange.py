@@ -128,6 +128,16 @@ def test_what_is_being_overwritten_is_not_offered(world: LocalWorld) -> None:
     assert other.exchange.state_unused().result(10.0)  # it was asked by one who has that state
 
 
+def test_a_state_of_which_bytes_are_taken_counts_as_read(world: LocalWorld) -> None:
+    exchange = world.peers[0].peer.exchange
+    service = ExchangeService(exchange)
+    digest = world.run(service.on_state_offer("")).digest
+    kept = exchange.archive.snapshots._kept
+    offered_s = kept[digest].read_at_s
+    world.run(service.on_state_bytes(digest, 1))
+    assert kept[digest].read_at_s > offered_s
+
+
 def test_a_connection_that_breaks_once_is_no_death(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damaged bytes end a connection, too: the peer is there, its stream begins again, and every version counts it."""
     broken: list[tuple[str, str]] = []

@@ -21,7 +21,7 @@ from diloco.base.types import Closed, Commit
 from diloco.config.contract import OuterSection
 from diloco.config.site import NetworkSection, Site
 from diloco.exchange import statesync
-from diloco.exchange.archive import MAX_SNAPSHOTS, Backlog, Snapshots, make_offer
+from diloco.exchange.archive import MAX_SNAPSHOTS, UNREAD_STALLS, Backlog, Snapshots, make_offer
 from diloco.exchange.service import ExchangeService
 from diloco.exchange.statesync import MAX_FRUITLESS_PASSES, PAUSE_S, STRIPE_BYTES, download, why_useless
 from diloco.outer.fragments import Layout
@@ -48,7 +48,8 @@ STATE_CHUNK_BYTES = 4 * 2**20
 """Two fragments of an anchor and a momentum of 12 MiB each: 48 MiB in chunks of 4."""
 STATE_BYTES = CHUNKS * STATE_CHUNK_BYTES
 STRIPE_CHUNKS = STRIPE_BYTES // STATE_CHUNK_BYTES
-IDLE_S = 60.0
+STALL_S = 4.0
+IDLE_S = UNREAD_STALLS * STALL_S
 """A snapshot that nobody reads for so long goes."""
 
 
@@ -77,7 +78,7 @@ class Holder(Listener):
         super().__init__()
         self.held = state
         self.backlog = Backlog(4, STATE_BYTES)
-        self.snapshots = Snapshots(self.backlog, IDLE_S)
+        self.snapshots = Snapshots(self.backlog, STALL_S)
         self.limit = RateLimit(bps)
         self.served: list[int] = []
         self.spoils = False
@@ -92,6 +93,7 @@ class Holder(Listener):
         return payload[:-1] + b"?" if payload and self.spoils else payload
 
     async def on_state_bytes(self, digest: str, size_bytes: int) -> None:
+        self.snapshots.read(digest, time.monotonic())
         await asyncio.sleep(self.limit.delay_s(size_bytes, time.monotonic()))
 
     def close(self, mean_bytes: int) -> None:
@@ -427,7 +429,7 @@ def test_when_the_copy_is_over_only_the_latest_commits_are_kept() -> None:
 
 
 def test_a_snapshot_stays_while_it_is_read_and_goes_when_it_is_not() -> None:
-    snapshots, states = Snapshots(backlog_of(range(1, 2)), IDLE_S), versions(3)
+    snapshots, states = Snapshots(backlog_of(range(1, 2)), STALL_S), versions(3)
     offered(snapshots, states[0], 0.0)
     for now_s in (IDLE_S, 2 * IDLE_S):
         snapshots.forget(1, now_s)
@@ -440,7 +442,7 @@ def test_a_snapshot_stays_while_it_is_read_and_goes_when_it_is_not() -> None:
 
 def test_a_snapshot_from_which_no_commits_lead_on_goes() -> None:
     backlog, states = backlog_of(range(1, 3), kept=2), versions(4)
-    snapshots = Snapshots(backlog, IDLE_S)
+    snapshots = Snapshots(backlog, STALL_S)
     offered(snapshots, states[0], 0.0)
     snapshots.forget(2, 1.0)
     assert snapshots.chunk(states[0].digest, 0, 1.0) is not None
@@ -451,7 +453,7 @@ def test_a_snapshot_from_which_no_commits_lead_on_goes() -> None:
 
 def test_when_as_many_as_are_kept_are_being_read_a_newcomer_reads_along() -> None:
     """Memory is bounded however many joiners come, and nobody who reads is cut off."""
-    snapshots, states = Snapshots(backlog_of(range(1, 10), kept=10), IDLE_S), versions(MAX_SNAPSHOTS + 2)
+    snapshots, states = Snapshots(backlog_of(range(1, 10), kept=10), STALL_S), versions(MAX_SNAPSHOTS + 2)
     assert [offered(snapshots, state, 0.0) for state in states[:MAX_SNAPSHOTS]] == list(range(MAX_SNAPSHOTS))
     assert offered(snapshots, states[MAX_SNAPSHOTS], 1.0) == MAX_SNAPSHOTS - 1
     assert all(snapshots.chunk(state.digest, 0, 1.0) for state in states[:MAX_SNAPSHOTS])
@@ -461,7 +463,7 @@ def test_when_as_many_as_are_kept_are_being_read_a_newcomer_reads_along() -> Non
 
 def test_a_snapshot_that_is_offered_again_and_again_and_not_read_goes() -> None:
     """Whoever cannot use it may be offered a later one then."""
-    snapshots, states = Snapshots(backlog_of(range(1, 10), kept=10), IDLE_S), versions(MAX_SNAPSHOTS + 1)
+    snapshots, states = Snapshots(backlog_of(range(1, 10), kept=10), STALL_S), versions(MAX_SNAPSHOTS + 1)
     for state in states[:MAX_SNAPSHOTS]:
         offered(snapshots, state, 0.0)
     assert offered(snapshots, states[MAX_SNAPSHOTS], 0.6 * IDLE_S) == MAX_SNAPSHOTS - 1
@@ -470,7 +472,7 @@ def test_a_snapshot_that_is_offered_again_and_again_and_not_read_goes() -> None:
 
 def test_a_snapshot_of_which_bytes_are_taken_stays() -> None:
     """One chunk takes longer over a slow link than a snapshot stays that nobody reads."""
-    snapshots, states = Snapshots(backlog_of(range(1, 2)), IDLE_S), versions(1)
+    snapshots, states = Snapshots(backlog_of(range(1, 2)), STALL_S), versions(1)
     offered(snapshots, states[0], 0.0)
     snapshots.read(states[0].digest, 0.6 * IDLE_S)
     snapshots.forget(1, 1.2 * IDLE_S)
@@ -478,7 +480,7 @@ def test_a_snapshot_of_which_bytes_are_taken_stays() -> None:
 
 
 def test_chunks_that_do_not_exist_are_not_there() -> None:
-    snapshots, states = Snapshots(backlog_of(range(0)), IDLE_S), versions(1)
+    snapshots, states = Snapshots(backlog_of(range(0)), STALL_S), versions(1)
     offered(snapshots, states[0], 0.0)
     assert [snapshots.chunk(states[0].digest, index, 0.0) is None for index in (-1, 0, 2)] == [True, False, True]
     assert snapshots.chunk("other", 0, 0.0) is None

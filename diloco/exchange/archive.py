@@ -183,14 +183,13 @@ class Untaken:
 class Snapshots:
     """States that others are copying. One that is being read stays, for as long as the backlog leads on from it.
 
-    Args:
-        unread_s: a snapshot that nobody reads for so long is dropped. Whoever is offered an older one has not read it
-            yet, and may be one that cannot use it, and asks again and again.
+    One that nobody reads for `UNREAD_STALLS` times `stall_s` is dropped. Whoever is offered an older one has not read
+    it yet, and may be one that cannot use it, and asks again and again.
     """
 
-    def __init__(self, backlog: Backlog, unread_s: float) -> None:
+    def __init__(self, backlog: Backlog, stall_s: float) -> None:
         self._backlog = backlog
-        self._unread_s = unread_s
+        self._unread_s = UNREAD_STALLS * stall_s
         self._kept: dict[str, _Snapshot] = {}
 
     def oldest_version(self) -> int | None:
@@ -252,13 +251,13 @@ class Archive:
 
     Args:
         max_bytes: of all means of the backlog, while a state is copied (`Backlog`).
-        stall_s: time that a slow link may be still.
+        stall_s: longest time that a link is still over which a state is copied (`Snapshots`).
     """
 
     def __init__(self, lanes: Lanes, means_kept: int, backlog_versions: int, max_bytes: int, stall_s: float) -> None:
         self._lanes = lanes
         self.backlog = Backlog(backlog_versions, max_bytes)
-        self.snapshots = Snapshots(self.backlog, UNREAD_STALLS * stall_s)
+        self.snapshots = Snapshots(self.backlog, stall_s)
         self.state: OuterState | None = None
         """Where the training side stands."""
         self.commit: Commit | None = None

@@ -31,7 +31,7 @@ from diloco.base.types import Closed, Member
 from diloco.compress import PayloadError
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.exchange.archive import UNREAD_STALLS, Backlog, Snapshots, make_offer
+from diloco.exchange.archive import Backlog, Snapshots, make_offer
 from diloco.exchange.background import ExchangeTasks
 from diloco.exchange.statesync import download
 from diloco.exchange.terms import max_part_bytes
@@ -109,7 +109,7 @@ class Swapping(ExchangeTasks):
         self._sequence = 0
         self.state: OuterState | None = None
         """The outer state that joiners are offered. The training thread sets it."""
-        self._snapshots = Snapshots(Backlog(0, 0), UNREAD_STALLS * terms.site.timeouts.stall_s)
+        self._snapshots = Snapshots(Backlog(0, 0), terms.site.timeouts.stall_s)
         self._serving = RateLimit(serve_bps_of(terms.site))
 
     # ------------------------------------------------------------ for the training side (any thread)
