@@ -402,10 +402,11 @@ class SimulatedConduct:
             raise Violation("I8", f"{host.name} leaves lineage {before.lineage} for {envelope.lineage}, which ends")
 
     def _check_asked(self, host: SimulatedProcess, effects: Sequence[m.Effect]) -> None:
-        """Check that a peer that is asked for an earlier attempt answers to a coordinator that lives."""
+        """Check that who is asked for an earlier attempt answers a coordinator that lives, where a trainer does."""
+        alive = host.machine.alive()
         answers = [one for one in effects if isinstance(one, m.Send) and isinstance(one.envelope.body, m.Ready)]
         for answer in answers:
-            if answer.to not in host.machine.alive():
+            if answer.to not in alive and any(not one.witness for one in alive):
                 raise Violation("I7", f"{host.name} promises an attempt of {answer.to.peer}, which does not live")
 
     # ------------------------------------------------------------ events
