@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from diloco.accounts.replay import Verdict
-from diloco.base.errors import UsageError
+from diloco.base.errors import ConfigError, UsageError
 from diloco.simulate.virtual import planted
 from diloco.simulate.virtual.network import SimulatedCut
 from diloco.simulate.virtual.oracle.gate import Violation
@@ -316,10 +316,17 @@ def test_speeds_change_nothing_else_of_a_seed() -> None:
         assert replace(with_speeds, speeds="", sized_by="contract") == plan
 
 
-@pytest.mark.parametrize("text", ["peers", "velocity 9", "3 explode p1", "soon kill p1"])
+@pytest.mark.parametrize(
+    "text", ["peers", "peers 2.5", "velocity 9", "3 explode p1", "soon kill p1", "3 late p1 for 2: much", "3 busy p1"]
+)
 def test_a_plan_that_makes_no_sense_is_an_error(text: str) -> None:
-    with pytest.raises((UsageError, ValueError)):
+    with pytest.raises(UsageError):
         parse(text)
+
+
+def test_a_plan_of_no_valid_contract_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"membership\.backlog_versions"):
+        SimulatedWorld(parse("peers 3\nbacklog 0"))
 
 
 def test_what_is_rare_is_in_some_plans() -> None:

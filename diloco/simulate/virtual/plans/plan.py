@@ -72,6 +72,8 @@ KINDS: Mapping[str, str] = {
     "disk": "its disk fails; how: late SECONDS (of a sync), broken (a sync raises EIO), lies (a sync does nothing)",
 }
 """Kinds of faults."""
+IN_SECONDS = ("late", "busy", "jump")
+"""Those whose how is a number."""
 
 
 STATE_MBIT = 0.5
@@ -213,8 +215,10 @@ def _setting(line: str) -> tuple[str, int | float | bool | str]:
     default = getattr(FaultPlan(), name, None)
     if isinstance(default, bool):
         return name, text == "true"
-    if isinstance(default, int | float | str):
-        return name, type(default)(text)
+    if isinstance(default, int | float):
+        return name, _number(text, line, type(default))
+    if isinstance(default, str):
+        return name, text
     known = ", ".join(field.name for field in fields(FaultPlan) if field.name != "faults")
     raise UsageError(f"a simulation has no setting {name!r}", f"known: {known}")
 
@@ -228,5 +232,16 @@ def _fault(line: str) -> Fault:
         raise UsageError(
             f"cannot read the fault {line!r}", f"for example '4.2 stop p1 for 3'; known: {', '.join(KINDS)}"
         )
-    duration = float(match["for"] or 0)
-    return Fault(float(match["at"]), match["kind"], match["peer"] or "", duration, match["how"] or "")
+    if match["kind"] in IN_SECONDS:
+        _number(match["how"] or "", line)
+    at_s, duration = _number(match["at"], line), _number(match["for"] or "0", line)
+    return Fault(at_s, match["kind"], match["peer"] or "", duration, match["how"] or "")
+
+
+def _number(text: str, line: str, kind: type[int | float] = float) -> int | float:
+    try:
+        return kind(text)
+    except ValueError:
+        whole = "whole number" if kind is int else "number"
+        cause = f"cannot read {line!r}: {text!r} is no {whole}"
+        raise UsageError(cause, "write it as in a plan of `diloco virtual --seed 0`") from None

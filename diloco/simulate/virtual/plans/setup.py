@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.compress import Codec
+from diloco.config import load
 from diloco.config.contract import SHARED_OPTIMIZERS, Contract
 from diloco.config.site import Site
 from diloco.outer.fragments import Fragment, Layout, Weights, read_fragment
@@ -84,7 +85,7 @@ def contract_of(plan: FaultPlan) -> Contract:
     codecs = [_codec(name) for name in plan.codec.split("/")]
     groups = tuple({**codec, "match": (f"blocks.{index}.*",)} for index, codec in enumerate(codecs[1:]))
     feedback = {"error_feedback": plan.feedback} if plan.feedback >= 0 else {}
-    return Contract.model_validate(
+    return load.contract_of(
         {
             "run": {"name": RUN, "total_tokens": plan.total_tokens or 10**9},
             "membership": {
@@ -125,7 +126,7 @@ def contract_of(plan: FaultPlan) -> Contract:
 
 def _gossip_contract(plan: FaultPlan) -> Contract:
     """The contract of a simulation under gossip: whole weights are swapped, and a final average ends the run."""
-    return Contract.model_validate(
+    return load.contract_of(
         {
             "run": {"name": RUN, "total_tokens": plan.total_tokens or 10**9},
             "membership": {"start_peers": plan.peers, "policy": "gossip"},
