@@ -18,8 +18,10 @@ import torch
 
 from diloco.accounts.replay import Verdict
 from diloco.base.errors import ConfigError, UsageError
+from diloco.protocol import messages as m
 from diloco.simulate.virtual import planted
 from diloco.simulate.virtual.network import SimulatedCut
+from diloco.simulate.virtual.oracle.conduct import SimulatedConduct
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.plans.draw import OTHER_CODECS, draw
 from diloco.simulate.virtual.plans.plan import NO_CLOCK, OMITS, Fault, FaultPlan, parse
@@ -364,6 +366,18 @@ def test_choice_restricts_what_is_drawn() -> None:
 
 
 @pytest.mark.slow(queued=False)
+def test_an_invariant_that_breaks_in_a_task_nobody_waits_for_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_event = SimulatedConduct.on_event
+
+    def broken_by_leavers(conduct: SimulatedConduct, host: Any, event: m.Event) -> None:
+        on_event(conduct, host, event)
+        if isinstance(event, m.LeaveWanted):
+            raise Violation("I7", "leaves")
+
+    monkeypatch.setattr(SimulatedConduct, "on_event", broken_by_leavers)
+    assert kind_of(parse("peers 3\n2 leave p1")) == "I7"
+
+
 def test_a_failure_is_shrunk_to_what_matters() -> None:
     """Messages that are replayed, among other troubles, where they are taken again: only these are left."""
     replay = Fault(3.0, "replay", "p0", 6.0)

@@ -346,7 +346,8 @@ class SimulatedProcess:
                     perform([effect])
                     self._burn(effect, "after")
 
-        machine.handle, machine.receive = handled, received  # type: ignore[method-assign]
+        tell = self.loop.tell
+        machine.handle, machine.receive = tell(handled, Violation), tell(received, Violation)  # type: ignore[method-assign]
         exchange._perform = performed  # type: ignore[method-assign]
         self.world.network.listen(self)
         if self.progress is not None:
@@ -373,9 +374,8 @@ class SimulatedProcess:
 
     def _burn(self, effect: m.Effect, when: str) -> None:
         """Let a fault strike that waited for this effect: before it, or once it is on its way."""
-        fuse = self.fuse
-        if fuse is not None and fuse.burns(effect, when):
-            self.fuse = None
+        if self.fuse is not None and self.fuse.burns(effect, when):
+            fuse, self.fuse = self.fuse, None
             if when == "before":
                 fuse.happens()
             else:

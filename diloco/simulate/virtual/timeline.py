@@ -14,12 +14,13 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import Context
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from diloco.base.life import Life
 from diloco.base.threads import InPlace
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 WORK_S = 0.004
 """Work of another thread, as averaging or hashing a part, takes about so long."""
@@ -222,6 +223,18 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
         go_on()
 
+    def tell(self, function: Callable[P, T], kind: type[Exception]) -> Callable[P, T]:
+        """The function; an error of this kind ends the simulation even where the process would not look at it."""
+
+        def told(*arguments: P.args, **named: P.kwargs) -> T:
+            try:
+                return function(*arguments, **named)
+            except kind as error:
+                self._timeline.after(0.0, _raise, error)
+                raise
+
+        return told
+
     # ------------------------------------------------------------ what asyncio asks of a loop
 
     def time(self) -> float:
@@ -289,6 +302,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def is_closed(self) -> bool:
         """Whether the process is dead."""
         return self.dead
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _settle(later: asyncio.Future[T], done: Any) -> None:

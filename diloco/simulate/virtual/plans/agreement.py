@@ -10,6 +10,8 @@ from diloco.simulate.virtual.plans.plan import FORMER, OFFERS, Fault, FaultPlan
 
 DUEL_S = 16.0
 """Time for two attempts, and a third one."""
+ALONE_S = 20.0
+"""Time in which one that is left alone stays so: whatever a rule makes it do without the others, it has done then."""
 
 
 def of_agreement(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -69,7 +71,21 @@ def _mean_lost(dice: Random, plan: FaultPlan) -> FaultPlan:
         Fault(round(at_s, 2), "cut", away, 7.0, "both"),
         Fault(round(at_s + 0.5, 2), "kill", other, how="before Committed"),
     ]
-    return replace(plan, peers=2, witnesses=1, faults=tuple(faults))
+    calm_s = dice.choice((plan.calm_s, ALONE_S))
+    return replace(plan, peers=2, witnesses=1, calm_s=calm_s, faults=tuple(faults))
+
+
+def _unanswered(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A witness that has promised an attempt is asked for an earlier one, when it takes no trainer for alive."""
+    away, at_s = dice.choice((("p0", "p1"), ("p1", "p0"))), dice.uniform(2.0, 4.0)
+    faults = [
+        Fault(round(at_s, 2), "cut", away[0], 9.5, "both"),
+        Fault(round(at_s + dice.uniform(0.5, 1.5), 2), "stop", "w0", 7.3),
+        Fault(round(at_s + dice.uniform(7.8, 8.6), 2), "kill", away[1], how="before Propose"),
+    ]
+    return replace(
+        plan, peers=2, witnesses=1, round_s=0.6, delay_s=0.05, overlap=0.0, merge="carry", faults=tuple(faults)
+    )
 
 
 def _half_sent(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -149,6 +165,16 @@ def _goes_apart(dice: Random, plan: FaultPlan) -> FaultPlan:
     return replace(plan, faults=tuple(faults))
 
 
+def _without_two_links(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """One of four reaches one other only; and perhaps one joins meanwhile, through a member that not all reach."""
+    plan = replace(plan, peers=4)
+    at_s, for_s = dice.uniform(1.0, 3.0), dice.choice((4.5, 6.0, 8.0))
+    faults = [Fault(round(at_s, 2), "link", f"p0+p{other}", for_s, "both") for other in (2, 3)]
+    if dice.random() < 0.5:
+        faults.append(Fault(round(at_s + dice.uniform(0.5, 3.0), 2), "join", "j9"))
+    return replace(plan, faults=tuple(faults))
+
+
 VOTING = ("Ready", "Gather", "Propose", "Accept", "Committed")
 """Moments of a vote."""
 UNDER_WAIT: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
@@ -157,6 +183,7 @@ UNDER_WAIT: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _leaves_in_the_vote: 3,
     _evicted_and_back: 3,
     _mean_lost: 2,
+    _unanswered: 2,
     _half_sent: 3,
     _no_link: 2,
     _two_lives: 2,
@@ -165,5 +192,5 @@ UNDER_WAIT: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _withdrawn: 1,
 }
 """Situations under `wait`, and how often each is drawn."""
-APART: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {_goes_apart: 1}
+APART: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {_goes_apart: 4, _without_two_links: 1}
 """Situations under `continue`."""

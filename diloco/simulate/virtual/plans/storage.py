@@ -122,6 +122,14 @@ def _misses(dice: Random, plan: FaultPlan) -> FaultPlan:
     return replace(plan, faults=(Fault(at_s, kind, group, dice.uniform(2.5, 6.0)),))
 
 
+def _copies_again(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A peer has missed more versions than others keep, and all connections break while it copies the state."""
+    plan = replace(plan, peers=max(plan.peers, 3), backlog=2, round_s=0.4, delay_s=0.05, bandwidth="", speeds="")
+    peer, at_s, for_s = _peer(dice, plan), dice.uniform(1.0, 2.0), dice.uniform(5.0, 7.0)
+    breaks = Fault(at_s + for_s + dice.uniform(0.3, 0.6), "cut", peer, 4.0, "both, reset")
+    return replace(plan, faults=(Fault(at_s, "stop", peer, for_s), breaks))
+
+
 def _lags(dice: Random, plan: FaultPlan) -> FaultPlan:
     """A quorum goes on without one that is slow, and counts it: it finds that out when more has closed than is kept."""
     plan = replace(plan, peers=4, speeds=SLOW, overlap=1.0, merge="carry", round_s=0.4, delay_s=0.05, calm_s=6.0)
@@ -203,7 +211,8 @@ SITUATIONS: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _damages: 3,
     _copies_slowly: 3,
     _misses: 2,
-    _leaves: 2,
+    _copies_again: 4,
+    _leaves: 5,
     _ends: 2,
     _waits: 1,
     _meddles: 1,
