@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from diloco.accounts import audit, ledger
+from diloco.accounts.books import Book, ChainRecord
 from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Ledger
 from diloco.base.types import Commit, Counted
@@ -115,6 +117,27 @@ def _books_nothing_copied() -> Instead:
 
 def _writes_no_copies() -> Instead:
     return [(Ledger, "adopted", lambda ledger, position, counted, discarded, totals: None)]
+
+
+def _opens_no_life() -> Instead:
+    return [(Ledger, "opened", lambda ledger, opening, contract, position, totals: None)]
+
+
+def _refuses_good_records() -> Instead:
+    def refusing(record: ledger.Record) -> None:
+        raise ValueError("it is refused")
+
+    return [(ledger, "check_record", refusing)]
+
+
+def _accuses_for_the_absent() -> Instead:
+    def accusing(books: Sequence[Book], chain: ChainRecord) -> Iterator[audit.Finding]:
+        founded = {life.opening["lineage"] for book in books for life in book.lives if life.opening["founds"]}
+        for commit in chain.commits.values():
+            if commit.lineage not in founded:
+                yield audit.Finding("I8", "", commit.version, 0, f"nobody here founded {commit.lineage}")
+
+    return [(audit, "_lineage_findings", accusing)]
 
 
 def _drops_unbooked() -> Instead:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from diloco.accounts.audit import examine
 from diloco.accounts.books import Book, RecordedLife, book_of, chain_of
-from diloco.accounts.ledger import LEDGER, Totals, scan
+from diloco.accounts.ledger import LEDGER, Totals, read_ledger
+from diloco.base.errors import StateError
 from diloco.base.types import Commit
 from diloco.simulate.virtual.oracle.gate import Violation
 
@@ -29,7 +30,9 @@ class SimulatedAftermath:
         for book in books:
             for life in book.lives:
                 self._check_totals(book, life)
+        self._check_opened(books)
         self._audit(books)
+        self._audit_without_founders(books)
         if self.invariants.ended:
             self._check_last_versions(self.invariants.ended)
         for host in hosts:
@@ -37,13 +40,29 @@ class SimulatedAftermath:
                 self._check_kept(host, host.machine.commit)
 
     def _books(self) -> Iterator[Book]:
+        """Books of all simulated disks. I2: nothing damages a ledger more than production can read."""
         folders = [folder for disk in self.world.disks.values() for folder in (*disk.put_away, disk.folder)]
-        for path in (folder / LEDGER for folder in folders):
-            scanned = scan(path.read_bytes()) if path.is_file() else None
-            if scanned is not None and any(record.kind == "open" for record in scanned.records):
-                yield book_of(Path(path.parent.name), scanned)
+        for folder in folders:
+            if not (folder / LEDGER).is_file():
+                continue
+            try:
+                found = read_ledger(folder / LEDGER)
+            except StateError as error:
+                raise Violation("I2", error.cause.replace(f"{folder.parent}/", "")) from error
+            if any(record.kind == "open" for record in found.records):
+                yield book_of(Path(folder.name), found)
 
     # ------------------------------------------------------------ I2: the ledgers
+
+    def _check_opened(self, books: Sequence[Book]) -> None:
+        """I2: each simulated life that booked anything is in a ledger, unless its disk lost something."""
+        opened = {(book.peer, life.opening["incarnation"]) for book in books for life in book.lives}
+        for process in self.world.machines.processes() if self.world.keeps_disks else ():
+            progress = process.progress
+            if progress is None or not progress.booked or process.disk.loses:
+                continue
+            if (process.name, progress.journal.opening.incarnation) not in opened:
+                raise Violation("I2", f"no ledger tells that a life of {process.name} began")
 
     def _check_totals(self, book: Book, life: RecordedLife) -> None:
         """I2: a simulated life's ledger has the totals that were counted apart, record by record."""
@@ -70,6 +89,14 @@ class SimulatedAftermath:
                 continue
             where = f"{finding.peer}, version {finding.version}, line {finding.line} of its ledger"
             raise Violation(finding.rule, f"audit: {where}: {finding.text}")
+
+    def _audit_without_founders(self, books: Sequence[Book]) -> None:
+        """I8: who audits some of the simulated ledgers accuses nobody of what only the others can tell."""
+        founders = {book.peer for book in books for life in book.lives if life.opening["founds"]}
+        joined, given_up = [book for book in books if book.peer not in founders], self.invariants.given_up()
+        for finding in examine(joined, chain_of(joined)).violations if joined else ():
+            if finding.rule == "I8" and finding.version not in given_up:
+                raise Violation("I8", f"audit without founders: version {finding.version}: {finding.text}")
 
     # ------------------------------------------------------------ I4: the end of the run
 

@@ -5,7 +5,8 @@ What a peer may take for proven is decided here, by the answers that it got, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Member
@@ -62,6 +63,10 @@ class SimulatedMachines:
             if process.disk is self.world.disks[name]
         ]
         return max(found, default=-1)
+
+    def processes(self) -> Iterator[SimulatedProcess]:
+        """All processes of the simulation, the dead, too."""
+        return itertools.chain.from_iterable(self._processes.values())
 
     def lives_of(self, name: str, incarnation: int) -> list[SimulatedProcess]:
         """Processes of this name that began their life under this number."""
