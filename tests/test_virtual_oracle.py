@@ -18,6 +18,7 @@ TWO = FaultPlan(peers=2)
 KILLED = (Fault(3.0, "kill", "p1"),)
 AWAY = (Fault(3.0, "cut", "p1", 5.0, "both, reset"),)
 ALL_DIE = (Fault(9.0, "blackout", "*"), Fault(9.5, "resume", "p0"))
+FOUNDED_TWICE = (Fault(5.0, "blackout", "*"), Fault(5.5, "resume", "p0"))
 HALVES = (Fault(3.0, "cut", "p0", 6.0, "both"),)
 DUEL = (Fault(2.0, "duel", "", 16.0),)
 LEAVES = (Fault(3.0, "leave", "p0", how="after SendContribution"),)
@@ -38,6 +39,7 @@ SHOWN: dict[str, tuple[str, FaultPlan]] = {
     "opens-no-life": ("I2", TWO),
     "refuses-good-records": ("I2", TWO),
     "accuses-for-the-absent": ("I8", TWO),
+    "knows-one-beginning": ("I3", FaultPlan(peers=2, checkpoint_every=50, faults=FOUNDED_TWICE)),
     "drops-unbooked": ("I2", FaultPlan(peers=3, faults=(Fault(3.0, "leave", "p1", how="after Begin"),))),
     "saves-nothing": ("I5", FaultPlan(peers=2, faults=ALL_DIE)),
     "resumes-from-nothing": ("I5", FaultPlan(peers=2, faults=ALL_DIE)),

@@ -140,6 +140,11 @@ def _accuses_for_the_absent() -> Instead:
     return [(audit, "_lineage_findings", accusing)]
 
 
+def _knows_one_beginning() -> Instead:
+    roots = ChainRecord.roots
+    return [(ChainRecord, "roots", lambda chain: roots(chain)[:1])]
+
+
 def _drops_unbooked() -> Instead:
     return [(Journal, "discarded", lambda journal, tokens, reason: None)]
 

@@ -265,7 +265,9 @@ class SimulationInvariants:
         """Replay the whole simulation by the code of `diloco replay`: the outer steps, too. A mean that an owner lied
         about to everybody is what it is."""
         recorded = [(made.entry, made.fragment, made.parts) for entry in self._made.values() for made in entry]
-        result = remake(self._chain, recorded, self.world.setup)
+        result, closed = remake(self._chain, recorded, self.world.setup), len(self._chain.commits)
+        if len(result.versions) != closed:
+            raise Violation("I3", f"replay makes {len(result.versions)} versions again, of {closed}")
         two_faced = any(fault.how == "two-faced" for fault in self.world.plan.faults)
         drifts_from = min(self.drifted, default=math.inf)  # of two states of a version either may be the right one
         for one in result.versions:
