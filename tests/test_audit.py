@@ -216,7 +216,7 @@ def test_a_checkpoint_of_another_state_is_i5(run: PaperRun) -> None:
     run.peers["b"].line.commit = run.commits[-2]
     run.peers["b"].save()
     result = audit([run.root])
-    assert rules(result) == {"I5"}
+    assert [(finding.rule, finding.peer, finding.line) for finding in result.violations] == [("I5", "b", 0)]
     assert "holds state" in result.violations[0].text
 
 
@@ -234,6 +234,15 @@ def test_a_damaged_checkpoint_is_i5(run: PaperRun) -> None:
     result = audit([run.root])
     assert result.clean
     assert "is damaged" in result.notes[0].text
+
+
+def test_half_a_checkpoint_under_its_temporary_name_is_passed_over(run: PaperRun) -> None:
+    """Also where no whole one is beside it: a peer that is killed while it saves its first one leaves it."""
+    saved = run.peers["b"].save()
+    half = saved.rename(saved.with_name(f".{saved.name}.77.tmp"))
+    (half / "outer.safetensors").write_bytes(b"")
+    result = audit([run.root])
+    assert (result.violations, result.notes, result.checkpoints) == ([], [], 1)
 
 
 def test_checkpoints_that_may_not_be_listed_are_not_passed_over(run: PaperRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +288,18 @@ def test_a_refounding_by_hand_is_none(run: PaperRun) -> None:
     result = audit([run.root])
     assert result.clean
     assert result.forks[0].lineages == ("lineage-1", "lineage-2")
+
+
+def test_without_the_ledger_of_a_founder_that_left_nobody_is_accused(run: PaperRun) -> None:
+    """All members of the later views have ledgers, and none of these tells of the founding."""
+    _, b, c = run.peers.values()
+    peers = run.offer([b, c])
+    closed = run.close(b, peers)
+    view = tuple(member for member in closed.commit.view if member.peer != "a")
+    run.apply(replace(closed, commit=replace(closed.commit, view=view)), peers)
+    run.round(peers)
+    assert audit([run.root]).clean
+    assert audit([run.root / "b", run.root / "c"]).clean
 
 
 def test_a_fork_under_continue_is_reported_until_it_is_healed(tmp_path: Path) -> None:
@@ -402,7 +423,7 @@ def test_a_forged_line_is_told_and_the_others_are_audited(run: PaperRun, name: s
     forge(run.root / "b", 5, change)
     result = audit([run.root])
     (finding,) = [one for one in result.violations if one.rule == "ledger"]
-    assert finding.peer == "b"
+    assert (finding.peer, finding.line) == ("b", 0)  # its text names the line
     assert f"ledger {run.root / 'b' / LEDGER}: line 5" in finding.text
     assert cause in finding.text
     assert [row["peer"] for row in result.peers] == ["a", "c"]
@@ -536,6 +557,16 @@ def test_folders_that_do_not_go_together(run: PaperRun, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(StateError, match=r"no ledger\.jsonl"):
         audit([tmp_path / "empty"])
+
+
+def test_empty_ledgers_are_passed_over_beside_others_and_a_mistake_alone(run: PaperRun, tmp_path: Path) -> None:
+    """A peer that is killed before its first line leaves one."""
+    for name in ("killed", "killed-too"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / LEDGER).touch()
+    assert [row["peer"] for row in audit([run.root, tmp_path / "killed"]).peers] == ["a", "b", "c"]
+    with pytest.raises(UsageError, match="has no life in it"):
+        audit([tmp_path / "killed", tmp_path / "killed-too"])
 
 
 @pytest.mark.slow(queued=False)

@@ -122,11 +122,13 @@ def test_who_ends_without_a_goodbye_leaves_no_thread_and_no_open_loop(monkeypatc
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="nothing tells which files are open")
-def test_a_run_that_is_closed_leaves_no_file_open() -> None:
-    """Each left three of its loop's, for as long as the process lived."""
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_a_run_that_is_closed_leaves_no_file_open(tmp_path: Path, with_folder: bool) -> None:
+    """Each left three of its loop's, for as long as the process lived. With a folder it has a ledger, too."""
     counts, runs = [], []
-    for _ in range(5):
-        runs.append(diloco.found(contract(), nn.Linear(4, 4)))
+    for number in range(5):
+        directory = tmp_path / str(number) if with_folder else None
+        runs.append(diloco.found(contract(), nn.Linear(4, 4), directory=directory))
         runs[-1].close()
         counts.append(len(os.listdir("/proc/self/fd")))
     assert counts[4] <= counts[1]  # the first has opened what gRPC keeps; what others left may close meanwhile

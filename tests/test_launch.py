@@ -152,6 +152,13 @@ def test_a_life_that_died_before_its_first_version_joins_those_of_the_life_befor
     assert come_back(founder, Site(), contract).join == ticket(BOB, contract)
 
 
+def test_a_life_in_another_run_does_not_join_those_of_the_run_before(founder: PeerOptions, contract: Contract) -> None:
+    assert founder.directory is not None
+    written(founder.directory, of_run(contract, "other"), made(0, ME), made(1, ME, BOB))
+    written(founder.directory, contract, founds=False)
+    assert come_back(founder, Site(), contract).join is None
+
+
 def test_who_founds_on_purpose_does_not_join_those_of_the_lineage_before(
     founder: PeerOptions, contract: Contract
 ) -> None:

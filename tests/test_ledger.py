@@ -61,6 +61,13 @@ class Disk:
         return Disk(self.data[: max(len(self.durable), kept_bytes)])
 
 
+class DiskThatDoesNotSync(Disk):
+    """A file in memory on a disk that takes all bytes, and cannot keep them."""
+
+    def sync(self) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+
 def note(ledger: Ledger, reason: str) -> None:
     ledger.discarded(1, 0, reason, NOTHING)
 
@@ -184,6 +191,14 @@ def test_a_life_that_a_full_disk_does_not_record_does_not_begin(before: bytes) -
     disk.room_bytes = 10**9
     begin(Ledger(disk, print))
     assert kinds(disk.data)[-1] == "open"
+
+
+def test_a_first_record_that_is_written_and_not_synced_does_not_stay() -> None:
+    """Whoever reads the file would take it for a life, which never began."""
+    disk = DiskThatDoesNotSync(WHOLE)
+    with pytest.raises(ResourceError, match="Input/output error"):
+        begin(Ledger(disk, print))
+    assert disk.data == WHOLE
 
 
 @settings(max_examples=60)

@@ -23,7 +23,7 @@ from diloco.storage.checkpoint import load
 from tests.local import LocalWorld
 from tests.paper import PaperRun
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract
-from tests.test_audit import rewrite
+from tests.test_audit import drop, rewrite
 
 HERE = Path()
 
@@ -128,6 +128,13 @@ def test_both_sides_of_a_fork(run: PaperRun) -> None:
     assert verdicts(again(run.root)) == ["REPRODUCED"] * 8
 
 
+def test_both_sides_of_a_version_that_is_in_no_ledger(run: PaperRun) -> None:
+    """The chain begins twice: the second time there is no state to step from."""
+    for name in "abc":
+        drop(run.root / name, 2)
+    assert verdicts(again(run.root)) == ["REPRODUCED", "REPRODUCED", "MEAN", "MEAN"]
+
+
 def test_two_lives_recorded_a_contribution_to_one_version(run: PaperRun) -> None:
     """Counts are the same; only the digest tells which one was counted."""
     original = next((run.root / "b" / RECORDED).glob("v00000001.f1.*"))
@@ -166,6 +173,18 @@ def test_a_peer_that_recorded_something_else_is_a_mismatch(run: PaperRun) -> Non
     result = again(run.root)
     assert not result.exact
     assert verdicts(result) == ["REPRODUCED", "REPRODUCED", "REPRODUCED", "MISMATCH", "MEAN"]
+
+
+@pytest.mark.parametrize("index", [0, 7])
+def test_a_fragment_that_is_not_the_models_is_a_mismatch(run: PaperRun, index: int) -> None:
+    """Ledgers and recordings agree on it: of another size, or with a number that is too high."""
+    for name in "abc":
+        rewrite(run.root / name, lambda fields: fields["commit"].update(fragment=index))
+        (path,) = (run.root / name / RECORDED).glob("v00000003.*")
+        header, _, payload = path.read_bytes().partition(b"\n")
+        path.write_bytes(sealed_line({**json.loads(header[17:]), "fragment": index}) + payload)
+    last = next(one for one in again(run.root).versions if one.version == 4)
+    assert (last.verdict, last.detail) == (Verdict.MISMATCH, f"fragment {index} is not the model's")
 
 
 def test_another_seed_is_a_mismatch(run: PaperRun) -> None:
