@@ -56,18 +56,23 @@ class SimulatedReductions:
                         raise Violation("I2", f"{host.name} forgets at a founding what others may count")
 
     def _begins(self, host: SimulatedProcess, work: Work, begin: m.Begin) -> None:
-        """Check that a peer that takes part in a reduction has the very contribution that it counts."""
+        """Check that a peer that takes part in a reduction has the very contribution that it counts, and stands at that
+        attempt: the mean of another one nobody votes for."""
+        machine = host.machine
+        if begin.key != (machine.making, machine.attempt):
+            what = f"takes part in attempt {begin.attempt} at version {begin.version}"
+            raise Violation("I2", f"{host.name} {what}, and is in attempt {machine.attempt} at {machine.making}")
         work.spans = {part: span.owner for span in begin.spans for part in range(span.start, span.stop)}
         work.folded = set()
         mine = [entry for entry in begin.contributors if entry.peer == host.name]
-        offer = host.machine._contributor.offer
+        offer = machine._contributor.offer
         if not mine:
             return
         entry = mine[0]
         counted = entry.base_version, entry.weight, entry.tokens, entry.blocks
         if offer is None or counted != (offer.base_version, offer.weight, offer.tokens, offer.blocks):
             raise Violation("I2", f"{host.name} takes part with {offer}, and {counted} is counted")
-        commit = host.machine.commit
+        commit = machine.commit
         work.exposed = commit.digest if commit is not None else "", begin.version
 
     def _repairs(self, host: SimulatedProcess, work: Work, repair: m.Repair, effects: Sequence[m.Effect]) -> None:
