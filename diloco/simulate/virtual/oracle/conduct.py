@@ -279,6 +279,7 @@ class SimulatedConduct:
             raise Violation("I1", f"{host.name} closes version {commit.version}, which does not follow its own")
         if commit.fragment < 0:
             self._founds(host, life, commit)
+            self._check_apart(host, life, commit)
         life.stands, life.stood_s = commit.digest, host.now
         if host.machine.me in commit.view:
             self._members.add((host.name, host.machine.me.incarnation))
@@ -299,6 +300,13 @@ class SimulatedConduct:
             raise Violation("I8", f"{host.name} founds a lineage in place of {trainers[0].peer}")
         if since_s is None or host.now - since_s < after_s - SLACK_S:
             raise Violation("I8", f"{host.name} founds a lineage before it was alone for {after_s:g} s")
+
+    def _check_apart(self, host: SimulatedProcess, life: Conduct, commit: Commit) -> None:
+        """Check that nobody follows a founder into a lineage apart who has a majority in its own."""
+        follows = commit.previous == life.stands and commit.lineage not in self.world.invariants.refounded
+        founder = next(member.peer for member in commit.view if not member.witness)
+        if follows and life.alone_since_s is None and host.name != founder:
+            raise Violation("I8", f"{host.name} follows {founder} into a lineage apart, and has a majority")
 
     # ------------------------------------------------------------ after each step
 
