@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
     from diloco.simulate.virtual.world import SimulatedWorld
 
+ROUNDING_S = 1e-6
+
 
 @dataclass(slots=True)
 class Work:
@@ -23,6 +25,8 @@ class Work:
     """Owners of the parts."""
     folded: set[int] = field(default_factory=set)
     """Parts that it has averaged."""
+    began: tuple[tuple[int, int], float] = ((-1, -1), 0.0)
+    """Version and attempt of the reduction under way, and since when; a version of -1: there is none."""
     exposed: tuple[str, int] = ("", -1)
     """The commit at which it stood, and the version that may count bytes which it sent."""
 
@@ -50,10 +54,16 @@ class SimulatedReductions:
                     raise Violation("I3", f"{host.name} averages part {part} of attempt {attempt} once more")
                 case m.FoldPart(_, _, part):
                     work.folded.add(part)
+                case m.Close(commit) if work.began[0] == (commit.version, host.machine.attempts - 1):
+                    took_s = host.now - work.began[1]
+                    if host.machine.sync_s < took_s - ROUNDING_S:
+                        raise Violation("I7", f"{host.name} forgets that version {commit.version} took {took_s:.2f} s")
                 case m.Close(commit) if commit.fragment < 0 and work.exposed == (commit.previous, commit.version + 1):
                     work.exposed = commit.digest, commit.version + 1
                     if not host.machine._contributor._exposed:
                         raise Violation("I2", f"{host.name} forgets at a founding what others may count")
+        if host.machine.reducing is None or host.machine.reducing[:2] != work.began[0]:
+            work.began = (-1, -1), 0.0
 
     def _begins(self, host: SimulatedProcess, work: Work, begin: m.Begin) -> None:
         """Check that a peer that takes part in a reduction has the very contribution that it counts, and stands at that
@@ -63,7 +73,7 @@ class SimulatedReductions:
             what = f"takes part in attempt {begin.attempt} at version {begin.version}"
             raise Violation("I2", f"{host.name} {what}, and is in attempt {machine.attempt} at {machine.making}")
         work.spans = {part: span.owner for span in begin.spans for part in range(span.start, span.stop)}
-        work.folded = set()
+        work.folded, work.began = set(), (begin.key, host.now)
         mine = [entry for entry in begin.contributors if entry.peer == host.name]
         offer = machine._contributor.offer
         if not mine:
