@@ -426,6 +426,7 @@ class SimulatedConduct:
             return
         if isinstance(event, m.Tick):
             self._check_repeats(host, life)
+            self._check_complaint(host, life)
         elif isinstance(event, m.Unreachable):
             self._check_lost(host, event)
         elif isinstance(event, m.MeanHeld) and life.decided is not None:
@@ -440,6 +441,18 @@ class SimulatedConduct:
             raise Violation("I7", f"{host.name} takes {peer} for gone as one connection to it broke")
         if event.member in host.machine.alive():
             raise Violation("I7", f"{host.name} takes {peer} for alive, where nothing can be delivered")
+
+    def _check_complaint(self, host: SimulatedProcess, life: Conduct) -> None:
+        """Check that a peer complains to the coordinator of parts that do not come."""
+        machine, reduction = host.machine, host.machine._contributor.reduction
+        if reduction is None or reduction.complete or machine.commit is None or not reduction.missing():
+            return
+        seat = self._seat(machine.commit, machine.attempt).peer
+        said_s = life.sent.get((life.stands, machine.attempt, m.Stalled, seat), 0.0)
+        since_s = max(said_s, reduction.progress_at_s)
+        if seat != host.name and host.now - since_s > STALL_S + SLACK_S:
+            what = f"misses {', '.join(reduction.missing())} for {host.now - since_s:.1f} s"
+            raise Violation("I7", f"{host.name} {what}, and does not complain to {seat}")
 
     def _check_repeats(self, host: SimulatedProcess, life: Conduct) -> None:
         """Check that messages without an answer are said again, and that a proposal that nobody accepts is given up:
