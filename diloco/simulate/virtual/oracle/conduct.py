@@ -359,6 +359,8 @@ class SimulatedConduct:
             case m.Goodbye() if reply is m.Reply.OK:
                 life.goodbyes.append((envelope.sender, body, machine.lineage))
                 self._check_heirs(host, life)
+            case m.Stalled() if body.missing and not body.offence:
+                self.world.invariants.reductions.on_stalled(host, envelope.sender.peer, body, effects)
             case m.Gather() if reply is m.Reply.OK and body.attempt < before.attempt:
                 self._check_asked(host, effects)
             case m.Committed(commit) if reply is m.Reply.OK and machine.commit is not None and not host.witness:

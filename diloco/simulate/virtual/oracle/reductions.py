@@ -54,6 +54,8 @@ class SimulatedReductions:
                     raise Violation("I3", f"{host.name} averages part {part} of attempt {attempt} once more")
                 case m.FoldPart(_, _, part):
                     work.folded.add(part)
+                case m.Send(_, m.Envelope(body=m.Repair() as repair)):
+                    self._gives_away(host, repair)
                 case m.Close(commit) if work.began[0] == (commit.version, host.machine.attempts - 1):
                     took_s = host.now - work.began[1]
                     if host.machine.sync_s < took_s - ROUNDING_S:
@@ -106,6 +108,29 @@ class SimulatedReductions:
         }
         if reduction.contributes and machine.offer is not None and not owed <= sent:
             raise Violation("I3", f"{host.name} does not send parts {sorted(owed - sent)} to their new owners")
+
+    def _gives_away(self, host: SimulatedProcess, repair: m.Repair) -> None:
+        """Who is left out owns no part that is still to come. A coordinator that leaves itself out owns none at all:
+        others may lack even what it has made."""
+        reduction = host.machine._contributor.reduction
+        absent = reduction.absent if reduction is not None and reduction.key == repair.key else set()
+        for span in repair.spans:
+            lacking = span.owner == host.name or not absent.isdisjoint(range(span.start, span.stop))
+            if span.owner in repair.gone and lacking:
+                raise Violation("I3", f"{host.name} leaves {span.owner} out, which keeps parts {span.start} on")
+
+    def on_stalled(self, host: SimulatedProcess, sender: str, stalled: m.Stalled, effects: Sequence[m.Effect]) -> None:
+        """Check whom a coordinator leaves out after a complaint: its sender, where nothing comes to that from most
+        contributors, and else those that it misses."""
+        reduction = host.machine._contributor.reduction
+        if reduction is None or sender in stalled.missing:
+            return
+        cut_off = stalled.still and 2 * len(stalled.missing) > len(reduction.begin.contributors)
+        for effect in effects:
+            match effect:
+                case m.Send(_, m.Envelope(body=m.Repair() as repair)) if (sender in repair.gone) != cut_off:
+                    what = f"leaves {', '.join(repair.gone)} out as {sender} misses {', '.join(stalled.missing)}"
+                    raise Violation("I7", f"{host.name} {what}")
 
     def on_commit(self, commit: Commit, before: Commit) -> None:
         """Check the contributions and leases of a commit that follows another."""
