@@ -429,6 +429,7 @@ class SimulatedConduct:
         if isinstance(event, m.Tick):
             self._check_repeats(host, life)
             self._check_complaint(host, life)
+            self._check_witnesses(host)
         elif isinstance(event, m.Unreachable):
             self._check_lost(host, event)
         elif isinstance(event, m.MeanHeld) and life.decided is not None:
@@ -455,6 +456,16 @@ class SimulatedConduct:
         if seat != host.name and host.now - since_s > STALL_S + SLACK_S:
             what = f"misses {', '.join(reduction.missing())} for {host.now - since_s:.1f} s"
             raise Violation("I7", f"{host.name} {what}, and does not complain to {seat}")
+
+    def _check_witnesses(self, host: SimulatedProcess) -> None:
+        """Check that a coordinator asks witnesses as soon as all other trainers that live have accepted."""
+        machine, tally = host.machine, host.machine._coordinator._tally
+        if tally is None or tally.proposal is None or tally.witnesses_asked:
+            return
+        others = [member for member in machine.alive() if member != machine.me]
+        waits = any(not one.witness and one.peer not in tally.accepts for one in others)
+        if not waits and any(one.witness for one in others):
+            raise Violation("I7", f"{host.name} asks no witness, and all other trainers have accepted")
 
     def _check_repeats(self, host: SimulatedProcess, life: Conduct) -> None:
         """Check that messages without an answer are said again, and that a proposal that nobody accepts is given up:
