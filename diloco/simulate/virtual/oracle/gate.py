@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from diloco.protocol import messages as m
+from diloco.wire.convert import seal, unseal
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
@@ -45,6 +46,8 @@ class SimulatedAdmissions:
         self._logged: set[tuple[int, str, int]] = set()
         """Life, commit and attempt of such words of its own, which go to several."""
         self._proposed: set[str] = set()
+        self._said: set[tuple[int, type]] = set()
+        """Life, and a kind of message that it has sent."""
 
     def heeds(self, host: SimulatedProcess, envelope: m.Envelope) -> bool:
         """Whether a simulated peer is about to hear that its attempt failed for what another sent."""
@@ -86,6 +89,20 @@ class SimulatedAdmissions:
             what = f"{type(envelope.body).__name__} {envelope.sequence} of {envelope.sender.peer}"
             raise Violation("I6", f"{host.name} takes {what} a second time")
         self._taken[host.life].add(word)
+
+    def travels(self, host: SimulatedProcess, envelope: m.Envelope) -> None:
+        """Check that the first message of each kind of a simulated life is read as it was said: no network here makes
+        bytes of messages, and nobody would hear one that all refuse as malformed."""
+        kind = type(envelope.body)
+        if (host.life, kind) in self._said:
+            return
+        self._said.add((host.life, kind))
+        try:
+            read = unseal(seal(envelope))
+        except ValueError as error:
+            raise Violation("I7", f"{host.name} says {kind.__name__}, which all refuse: {error}") from error
+        if read != envelope:
+            raise Violation("I7", f"{host.name} says {envelope.body}, and others read {read.body}")
 
     def on_effect(self, host: SimulatedProcess, effect: m.Effect) -> None:
         """Check what a simulated peer is about to send for peers that it should have barred."""

@@ -228,8 +228,10 @@ class SimulationInvariants:
 
     def on_effect(self, host: SimulatedProcess, effect: m.Effect) -> None:
         """Check an effect that a simulated peer is about to carry out."""
-        if isinstance(effect, m.Send) and isinstance(effect.envelope.body, m.Heartbeat):
-            return  # most of all that is sent: it binds nobody
+        if isinstance(effect, m.Send):
+            self.gate.travels(host, effect.envelope)
+            if isinstance(effect.envelope.body, m.Heartbeat):
+                return  # most of all that is sent: it binds nobody
         self.ballots.on_effect(host, effect)
         self.gate.on_effect(host, effect)
 
