@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, count, product
 
 import pytest
 from hypothesis import given
@@ -443,6 +443,31 @@ def test_a_copy_of_the_version_that_we_stand_at_forgets_no_promise() -> None:
     assert machine.attempt == 1
     machine.handle(m.StateHeld(8, "state", replace(commit, version=8)), 0.3)
     assert (machine.attempt, machine.version) == (0, 8)
+
+
+def test_nobody_takes_part_in_a_begin_out_of_turn() -> None:
+    """Only the coordinator of an attempt begins it, and a peer that has gone on to a later one does not go back."""
+
+    def begins(attempt: int, sender: Member, version: int = 8) -> bool:
+        begin = m.Begin(version, attempt, (Counted("b", 7, 1, 2, 3),), (A, B, C), (m.Span("b", 0, 6),))
+        envelope = m.Envelope("run", "contract", "lineage", sender, commit.digest, next(numbers), begin)
+        _, effects = machine.receive(envelope, 0.1)
+        return any(isinstance(effect, m.BeginReduction) for effect in effects)
+
+    machine, numbers = standing(7), count(1)
+    commit = machine.commit
+    assert commit is not None
+    turns = [machine._acceptor.seat(attempt) for attempt in range(6)]
+    early, late = [attempt for attempt in range(6) if turns[attempt] == B]
+    assert not begins(early, C)
+    assert not begins(late, C)
+    assert not begins(late, B, version=7)
+    assert not begins(late, B, version=9)
+    assert (machine.attempt, machine.reducing) == (0, None)
+    assert begins(late, B)
+    assert machine.reducing == (8, late, 0)
+    assert not begins(early, B)
+    assert machine.reducing == (8, late, 0)
 
 
 @pytest.mark.parametrize("asks", [m.Gather, m.Propose])
