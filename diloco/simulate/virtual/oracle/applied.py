@@ -11,6 +11,7 @@ from diloco.base.life import Life
 from diloco.base.types import Blocks, Closed, Commit, Contribution, Skip
 from diloco.outer.line import Diverged, Line
 from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.oracle.lanes import SimulatedLane
 
 if TYPE_CHECKING:
     from diloco.peer.peer import Peer
@@ -38,6 +39,7 @@ class SimulatedSteps:
         """Its latest offer, if it was to leave by then."""
         self._look_at_versions(peer)
         self._look_at_rounds(peer)
+        SimulatedLane(process, peer.exchange)
 
     def _look_at_versions(self, peer: Peer) -> None:
         apply, process = peer.apply, self._process
