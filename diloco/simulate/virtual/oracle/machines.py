@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Member
-from diloco.protocol.streams import ProcessId
+from diloco.protocol.streams import ProcessId, Welcome
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
@@ -40,6 +42,29 @@ class SimulatedMachines:
     def listens(self, process: SimulatedProcess) -> None:
         """A process listens at its address from now on."""
         self._listened[process.address] = process
+        self._look_at_questions(process)
+
+    def _look_at_questions(self, process: SimulatedProcess) -> None:
+        """I7: a life that did not say which process it is counts as not asked, so that its next message asks again."""
+        assert process.service is not None
+        link, deaths = process.link, process.service.exchange._deaths
+        hello, ask = link.hello, deaths.ask
+        failed_s: dict[str, float] = {}
+
+        async def on_hello(address: str, timeout_s: float) -> Welcome:
+            try:
+                return await hello(address, timeout_s)
+            except (LinkDown, LinkSlow, LinkRefused):
+                failed_s[address] = self.world.now
+                raise
+
+        async def on_ask(member: Member) -> None:
+            asked = deaths.asked(member)
+            await ask(member)
+            if not asked and failed_s.get(member.address) == self.world.now and deaths.asked(member):
+                raise Violation("I7", f"{process.name} got no answer of {member.peer}, and does not ask again")
+
+        link.hello, deaths.ask = on_hello, on_ask  # type: ignore[method-assign]
 
     def shared(self, name: str, other: str) -> bool:
         """Whether the processes of these names run on one machine."""
