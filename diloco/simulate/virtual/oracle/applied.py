@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from diloco.base.life import Life
-from diloco.base.types import Blocks, Closed, Commit, Contribution, Skip
+from diloco.base.types import Blocks, Closed, Commit, Contribution, Member, Skip
 from diloco.outer.line import Diverged, Line
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.lanes import SimulatedLane
@@ -72,6 +72,7 @@ class SimulatedSteps:
 
     def _look_at_rounds(self, peer: Peer) -> None:
         exchange, process = peer.exchange, self._process
+        leave_lineage = exchange._leave_lineage
         close, leave, offer, withdraw = exchange._close, exchange.leave, exchange.offer, peer.withdraw
 
         def on_offer(contribution: Contribution, leaving: bool) -> Future[Skip | None]:
@@ -86,12 +87,19 @@ class SimulatedSteps:
         def on_close(commit: Commit) -> None:
             self._closed_s = process.world.now
             close(commit)
+            self._check_untaken()
+
+        def on_leave_lineage(source: Member, discarded_tokens: int) -> None:
+            leave_lineage(source, discarded_tokens)
+            if exchange.untaken:
+                raise Violation("I8", f"{process.name} keeps versions of a lineage that ended, to apply them")
 
         def on_leave() -> Future[None]:
             self.says_goodbye()
             process.gone = True  # also where there is nobody to say it to
             return leave()
 
+        exchange._leave_lineage = on_leave_lineage  # type: ignore[method-assign]
         exchange._close, exchange.leave = on_close, on_leave  # type: ignore[method-assign]
         exchange.offer, peer.withdraw = on_offer, on_withdraw  # type: ignore[method-assign]
 
@@ -145,6 +153,13 @@ class SimulatedSteps:
         self._outside_s = min(self._outside_s, now) if outside else math.inf
         if now - max(self._outside_s, process.thawed_s) > LEAVING_S:
             raise Violation("I7", f"{process.name} leaves, and waits for a version out of the view")
+
+    def _check_untaken(self) -> None:
+        """I7: versions wait for the training side as long as the backlog has them; else a copy of the state comes."""
+        waiting = [closed.commit.version for closed in self._exchange.untaken._closed]
+        kept = [closed.commit.version for closed in self._exchange.archive.backlog.after(-1)]
+        if waiting and waiting[0] not in kept:
+            raise Violation("I7", f"{self._process.name} is to apply versions {waiting}, and keeps {kept}")
 
     def _check_archive(self) -> None:
         """A simulated peer offers no state of a lineage that ended: nobody takes one, and it stays for ever. It keeps
