@@ -323,7 +323,7 @@ class Machine:
         chain, commit = self._chain, event.commit
         chain.hold(event)
         refounding = self._membership.founder and chain.commit is None  # a new view takes over from this commit
-        news = commit is not None and commit != chain.commit  # else what was promised for the next version holds
+        news = commit != chain.commit  # else what was promised for the next version holds
         if commit is not None and news and not refounding and commit.version >= chain.version:
             self._adopt(commit)
         self._lineage.found_if_complete()

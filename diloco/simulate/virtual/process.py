@@ -346,8 +346,8 @@ class SimulatedProcess:
                     perform([effect])
                     self._burn(effect, "after")
 
-        tell = self.loop.tell
-        machine.handle, machine.receive = tell(handled, Violation), tell(received, Violation)  # type: ignore[method-assign]
+        report = self.loop.report_errors
+        machine.handle, machine.receive = report(handled, Violation), report(received, Violation)  # type: ignore[method-assign]
         exchange._perform = performed  # type: ignore[method-assign]
         self.world.network.listen(self)
         if self.progress is not None:

@@ -223,17 +223,17 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
         go_on()
 
-    def tell(self, function: Callable[P, T], kind: type[Exception]) -> Callable[P, T]:
+    def report_errors(self, function: Callable[P, T], kind: type[Exception]) -> Callable[P, T]:
         """The function; an error of this kind ends the simulation even where the process would not look at it."""
 
-        def told(*arguments: P.args, **named: P.kwargs) -> T:
+        def reported(*arguments: P.args, **named: P.kwargs) -> T:
             try:
                 return function(*arguments, **named)
             except kind as error:
                 self._timeline.after(0.0, _raise, error)
                 raise
 
-        return told
+        return reported
 
     # ------------------------------------------------------------ what asyncio asks of a loop
 

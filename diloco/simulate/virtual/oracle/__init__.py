@@ -6,6 +6,7 @@ Read in this order:
     invariants.py   I1 to I8 of the design, checked when something changes; means and versions made once more
     ballots.py      promises and votes, checked when they are given
     progress.py     what each peer trained, followed in pieces until a version counts it
+    copies.py       copies of the state: whole, and not given up too early
     lanes.py        the work of each lane, which is that of its state machine
     promise.py      whether versions must close now, by what the rules promise
     machines.py     which processes share a machine, and which deaths its kernel proves

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.base.life import Life
 from diloco.base.types import Blocks, Closed, Commit, Contribution, Member, Skip
 from diloco.outer.line import Diverged, Line
+from diloco.simulate.virtual.oracle.copies import SimulatedCopies
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.lanes import SimulatedLane
 
@@ -40,6 +41,7 @@ class SimulatedSteps:
         self._look_at_versions(peer)
         self._look_at_rounds(peer)
         SimulatedLane(process, peer.exchange)
+        SimulatedCopies(process, peer.exchange)
 
     def _look_at_versions(self, peer: Peer) -> None:
         apply, process = peer.apply, self._process

@@ -110,8 +110,8 @@ class SimulatedReductions:
             raise Violation("I3", f"{host.name} does not send parts {sorted(owed - sent)} to their new owners")
 
     def _gives_away(self, host: SimulatedProcess, repair: m.Repair) -> None:
-        """Who is left out owns no part that is still to come. A coordinator that leaves itself out owns none at all:
-        others may lack even what it has made."""
+        """Check that those left out own no part that is still to come. A coordinator that leaves itself out owns none
+        at all: others may lack even what it has made."""
         reduction = host.machine._contributor.reduction
         absent = reduction.absent if reduction is not None and reduction.key == repair.key else set()
         for span in repair.spans:

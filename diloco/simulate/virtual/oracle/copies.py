@@ -1,0 +1,112 @@
+"""Checks of the copies of a state that a simulated peer makes: they are whole, and are not given up too early.
+
+A copy that fails ends the process, which a person starts again here: no harm is seen, and so it is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from diloco.base.errors import StateError
+from diloco.base.types import Commit
+from diloco.protocol.messages import Reply
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
+
+if TYPE_CHECKING:
+    from diloco.exchange.engine import Exchange
+    from diloco.outer.state import OuterState
+    from diloco.protocol.streams import StateOffer
+    from diloco.simulate.virtual.process import SimulatedProcess
+
+FRUITLESS_S = 2.5
+"""A copy that may yet come to its end goes on for so long without any bytes."""
+SLACK_S = 0.05
+
+
+class SimulatedCopies:
+    """Copies of a state that one life of a simulated trainer makes, one after the other."""
+
+    def __init__(self, process: SimulatedProcess, exchange: Exchange) -> None:
+        """Look at each copy, and at the calls that it makes."""
+        self._process, self._exchange = process, exchange
+        self._came_s = -math.inf
+        """When the copy began, or its latest chunk came, by the peer's own clock."""
+        self._chunks = 0
+        """So many were kept."""
+        self._asking = 0
+        """Members that have not answered yet with an offer."""
+        self._goes_on = False
+        """In its latest pass a member was silent or early, or gave chunks: the next one may bring more."""
+        self._left_out: set[str] = set()
+        """Members that failed in this pass."""
+        self._look_at_copies()
+        self._look_at_calls()
+
+    def _look_at_copies(self) -> None:
+        process, copy = self._process, self._exchange._copy
+
+        async def on_copy(
+            sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
+        ) -> tuple[OuterState, StateOffer]:
+            def on_progress(here: int, total: int) -> None:
+                self._came_s = process.now
+                self._chunks += 1
+                progress(here, total)
+
+            self._came_s, self._goes_on = process.now, False
+            try:
+                state, offer = await copy(sources, local, commit, on_progress)
+            except StateError:
+                self._fails()
+                raise
+            if state.digest != offer.digest:
+                raise Violation("I1", f"{process.name} copies another state than was offered")
+            return state, offer
+
+        self._exchange._copy = on_copy  # type: ignore[method-assign]
+
+    def _look_at_calls(self) -> None:
+        link = self._process.link
+        fetch_state_offer, fetch_state = link.fetch_state_offer, link.fetch_state
+
+        async def on_offer(address: str, timeout_s: float, have: str = "") -> StateOffer:
+            if not self._asking:  # the next pass begins
+                self._goes_on = False
+                self._left_out.clear()
+            self._asking += 1
+            try:
+                return await fetch_state_offer(address, timeout_s, have)
+            except (LinkDown, LinkSlow):
+                self._goes_on = True
+                raise
+            except LinkRefused as error:
+                self._goes_on |= error.reply is Reply.TOO_EARLY
+                raise
+            finally:
+                self._asking -= 1
+
+        async def on_chunks(
+            address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
+        ) -> AsyncIterator[tuple[int, bytes]]:
+            if address in self._left_out:
+                raise Violation("I7", f"{self._process.name} asks {address} for more of a state, which failed")
+            self._goes_on = True
+            self._left_out.add(address)
+            whole = True
+            async for index, data in fetch_state(address, digest, chunks, max_chunk_bytes, stall_s):
+                before = self._chunks
+                yield index, data
+                whole = whole and self._chunks > before
+            if whole:
+                self._left_out.discard(address)
+
+        link.fetch_state_offer, link.fetch_state = on_offer, on_chunks  # type: ignore[method-assign]
+
+    def _fails(self) -> None:
+        """I7: a copy fails when nothing came for long, or as nobody's state fits; not as one member is slow."""
+        still_s = self._process.now - self._came_s
+        if self._goes_on and still_s < FRUITLESS_S - SLACK_S:
+            raise Violation("I7", f"{self._process.name} gives a copy up that brought nothing for {still_s:.1f} s")
