@@ -271,6 +271,7 @@ class Blocked(Sequence[bytes]):
 
     def __init__(self) -> None:
         self.may_end = threading.Event()
+        self.fails = False
 
     def __len__(self) -> int:
         return 1
@@ -279,6 +280,8 @@ class Blocked(Sequence[bytes]):
         if index:
             raise IndexError
         self.may_end.wait(60.0)
+        if self.fails:
+            raise PayloadError("this cannot be encoded")
         return b""
 
 
@@ -440,6 +443,19 @@ def test_what_fails_on_another_rank_ends_the_island_and_says_where() -> None:
         lane.failed(PayloadError("of a task of its own"))
         assert "PayloadError: of a task of its own" in str(heard.failures.get(timeout=DEADLINE_S))
         with pytest.raises(KeyError):
+            lane.copied()
+
+
+def test_an_answer_that_fails_on_another_rank_ends_the_island_and_says_why() -> None:
+    with two_ranks() as (remote, heard, lane, _, loop):
+        parts = Blocked()
+        lane.take(Contribution(0, 1, 1, 1, 1, parts))
+        asyncio.run_coroutine_threadsafe(remote.ask(Lane.contributed), loop)
+        parts.fails = True
+        parts.may_end.set()
+        said = str(heard.failures.get(timeout=DEADLINE_S))
+        assert "rank 1 of this island failed: PayloadError: this cannot be encoded" in said
+        with pytest.raises(PayloadError):
             lane.copied()
 
 

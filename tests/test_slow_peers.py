@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -164,7 +165,8 @@ def test_another_rank_keeps_the_means_of_just_the_versions_that_it_is_to_apply()
         assert [lane.closed(commit_of(version)).parts for version in (1, 2, 4)] == [[b"\1"], [b"\2"], [b"\4"]]
         close([9])
         remote.post(Lane.pass_over, 9, ())
-        remote.post(Lane.pass_over, 0, [commit_of(9)])  # the copied state is of version 8
+        founding = replace(commit_of(9), fragment=-1, mean_digest="")  # of the lineage that the copied state is of
+        remote.post(Lane.pass_over, 0, [commit_of(9), founding])  # that state is of version 8
         assert lane.closed(commit_of(9)).parts == [b"\t"]
         assert not lane._closed
         assert heard.failures.empty()
