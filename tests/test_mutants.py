@@ -224,7 +224,8 @@ def test_the_list_is_printed() -> None:
     done = run("--list")
     assert done.returncode == 0
     assert all(name in done.stdout for name in QUICK)
-    assert len(run("--list", "--sample", "7").stdout.splitlines()) == 7
+    drawn = run("--list", "--sample", "7").stdout.splitlines()
+    assert len([line for line in drawn if not line.startswith(" ")]) == 7  # below some stands why they survive
 
 
 @pytest.mark.parametrize(
