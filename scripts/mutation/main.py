@@ -49,7 +49,7 @@ class Budget:
     """Seeds and seconds that a mutant may stay hidden for."""
 
     seeds: int = 600
-    seconds: float = 120.0
+    seconds: float = 240.0
 
     @classmethod
     def parse(cls, text: str) -> Budget:

@@ -31,7 +31,11 @@ PURE_FUNCTIONS = {
     "abs", "all", "any", "bool", "deque", "dict", "enumerate", "float", "frozenset", "int", "isinstance", "len", "list",
     "max", "min", "monotonic_s", "range", "round", "set", "sorted", "str", "sum", "tuple", "zip",
 }  # fmt: skip
-PURE_METHODS = {"get", "items", "keys", "values", "index", "count", "startswith", "endswith", "union", "issuperset"}
+PURE_METHODS = {
+    "get", "items", "keys", "values", "index", "count", "startswith", "endswith", "union", "issuperset",
+    "holds", "still_s",
+}  # fmt: skip
+"""Methods that change nothing: the last two are queries of roles."""
 FRESH = (ast.ListComp, ast.SetComp, ast.DictComp, ast.List, ast.Set, ast.Dict)
 FRESH_CALLS = {"deque", "dict", "list", "set", "sorted"}
 """Expressions whose value nobody else holds: equal ones are as good as the same."""

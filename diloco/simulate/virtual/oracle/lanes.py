@@ -6,15 +6,24 @@ seldom more: so it is looked at whenever bytes come.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from diloco.protocol import messages as m
+from diloco.protocol.streams import Part, StreamHeader
 from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.transport.link import LinkRefused, untold
 
 if TYPE_CHECKING:
     from diloco.exchange.engine import Exchange
-    from diloco.protocol.streams import StreamHeader
+    from diloco.exchange.outlets import Outlets
     from diloco.simulate.virtual.process import SimulatedProcess
+
+AGAIN_S = 0.5
+"""A stream that came too early is sent again within so long."""
+MAX_TRIES = 3
+"""Times that a stream is sent, the first one counted."""
 
 
 class SimulatedLane:
@@ -22,8 +31,12 @@ class SimulatedLane:
 
     def __init__(self, process: SimulatedProcess, exchange: Exchange) -> None:
         """Look at the lane whenever a stream reaches it, or something happens in it."""
-        self._name, self._exchange = process.name, exchange
+        self._name, self._exchange, self._process = process.name, exchange, process
+        self._early: dict[tuple[str, StreamHeader], tuple[float, object]] = {}
+        """Streams that came too early, by address: when that was heard, and in which reduction."""
+        self._tries: Counter[tuple[str, StreamHeader]] = Counter()
         admit, on_event, begins = exchange.admit, exchange.on_event, exchange._begin
+        lane, drop = exchange.lane, exchange.lane.drop
 
         async def on_admit(header: StreamHeader) -> m.Reply:
             self._check_work()
@@ -40,8 +53,60 @@ class SimulatedLane:
             begins(begin)
             self._check_contents(set())
 
+        def on_drop() -> None:
+            whole = [outlets for outlets in lane._outlets if len(outlets._ready) == len(outlets.parts)]
+            drop()
+            self._check_streams(whole)
+
         exchange.admit, exchange.on_event = on_admit, takes_event  # type: ignore[method-assign]
-        exchange._begin = on_begin  # type: ignore[method-assign]
+        exchange._begin, lane.drop = on_begin, on_drop  # type: ignore[method-assign]
+        self._look_at_streams()
+
+    def _look_at_streams(self) -> None:
+        process, machine = self._process, self._exchange.machine
+        send_parts, handle = process.link.send_parts, machine.handle
+
+        async def on_send(
+            address: str,
+            header: StreamHeader,
+            parts: AsyncGenerator[Part],
+            stall_s: float,
+            taken: Callable[[int], None] = untold,
+        ) -> m.Reply:
+            stream = address, header
+            self._early.pop(stream, None)
+            self._tries[stream] += 1
+            reply = m.Reply.DAMAGED
+            try:
+                reply = await send_parts(address, header, parts, stall_s, taken)
+            except LinkRefused as error:
+                reply = error.reply
+                raise
+            finally:
+                reducing = machine.reducing
+                here = reducing is not None and reducing[:2] == (header.version, header.attempt)
+                if reply is m.Reply.TOO_EARLY and here and self._tries[stream] < MAX_TRIES:
+                    self._early[stream] = process.world.now, reducing
+            return reply
+
+        def on_handle(event: m.Event, now: float) -> list[m.Effect]:
+            effects = handle(event, now)
+            if self._early:
+                self._check_early()
+            return effects
+
+        process.link.send_parts = on_send  # type: ignore[method-assign]
+        machine.handle = process.loop.report_errors(on_handle, Violation)  # type: ignore[method-assign]
+
+    def _check_early(self) -> None:
+        """I7: a stream that came before its receiver had begun is sent again, while its reduction goes on."""
+        process = self._process
+        for (address, header), (heard_s, reducing) in list(self._early.items()):
+            if self._exchange.machine.reducing != reducing or not process.alive:
+                del self._early[address, header]
+            elif process.world.now - max(heard_s, process.thawed_s) > AGAIN_S:
+                what = f"{header.kind.name.lower()} of {header.version}.{header.attempt} to {address}"
+                raise Violation("I7", f"{self._name} does not send its {what} again, which came too early")
 
     def _check_work(self) -> None:
         """I3: after effects were performed, the lane works at the reduction of the state machine, since its latest
@@ -59,6 +124,11 @@ class SimulatedLane:
         if reply in (m.Reply.STALE, m.Reply.TOO_EARLY) and over != (reply is m.Reply.STALE):
             what = f"a stream of {moment} while at {machine.reducing or machine.making}"
             raise Violation("I7", f"{self._name} answers {reply.name} to {what}")
+
+    def _check_streams(self, whole: Sequence[Outlets]) -> None:
+        """I7: parts that are all averaged go on to those that still need them when the lane goes on to what is next."""
+        if any(stream.cancelling() and not stream.done() for outlets in whole for stream in outlets.streams):
+            raise Violation("I7", f"{self._name} cuts off streams of parts that are all averaged")
 
     def _check_contents(self, before: set[int]) -> None:
         """I3: hashes of which the digest of a mean is made are those of parts that the lane's work holds. Where it has

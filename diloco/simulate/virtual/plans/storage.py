@@ -208,7 +208,7 @@ SITUATIONS: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _goes_on: 3,
     _fills: 2,
     _tears: 2,
-    _damages: 3,
+    _damages: 5,
     _copies_slowly: 3,
     _misses: 2,
     _copies_again: 4,
