@@ -124,7 +124,7 @@ def _misses(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 def _copies_again(dice: Random, plan: FaultPlan) -> FaultPlan:
     """A peer has missed more versions than others keep, and all connections break while it copies the state."""
-    plan = replace(plan, peers=max(plan.peers, 3), backlog=2, round_s=0.4, delay_s=0.05, bandwidth="", speeds="")
+    plan = replace(plan, peers=max(plan.peers, 3), backlog=2, round_s=0.4, delay_s=0.05, bandwidth="")
     peer, at_s, for_s = _peer(dice, plan), dice.uniform(1.0, 2.0), dice.uniform(5.0, 7.0)
     breaks = Fault(at_s + for_s + dice.uniform(0.3, 0.6), "cut", peer, 4.0, "both, reset")
     return replace(plan, faults=(Fault(at_s, "stop", peer, for_s), breaks))
