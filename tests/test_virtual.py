@@ -365,7 +365,6 @@ def test_choice_restricts_what_is_drawn() -> None:
         SeedOptions(speeds="fast").check()
 
 
-@pytest.mark.slow(queued=False)
 def test_an_invariant_that_breaks_in_a_task_nobody_waits_for_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     on_event = SimulatedConduct.on_event
 
@@ -378,6 +377,7 @@ def test_an_invariant_that_breaks_in_a_task_nobody_waits_for_is_noticed(monkeypa
     assert kind_of(parse("peers 3\n2 leave p1")) == "I7"
 
 
+@pytest.mark.slow(queued=False)
 def test_a_failure_is_shrunk_to_what_matters() -> None:
     """Messages that are replayed, among other troubles, where they are taken again: only these are left."""
     replay = Fault(3.0, "replay", "p0", 6.0)
