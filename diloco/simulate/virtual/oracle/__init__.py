@@ -7,7 +7,7 @@ Read in this order:
     ballots.py      promises and votes, checked when they are given
     progress.py     what each peer trained, followed in pieces until a version counts it
     copies.py       copies of the state: whole, and not given up too early
-    lanes.py        the work of each lane, which is that of its state machine
+    lanes.py        the work of each lane, which is that of its state machine, and its streams
     promise.py      whether versions must close now, by what the rules promise
     machines.py     which processes share a machine, and which deaths its kernel proves
     afterwards.py   what is checked in the end: ledgers, totals, and that what was agreed on stayed

@@ -1,7 +1,7 @@
 """Checks of a simulated peer's lane beside its state machine: both are in the same attempt, and come to it together.
 
 A lane that is elsewhere loses bytes, or takes those of another attempt. That costs a repair or the next attempt, and
-seldom more: so it is looked at whenever bytes come.
+seldom more: so it is looked at whenever bytes come. A stream that is cut off, or not sent again, costs the same.
 """
 
 from __future__ import annotations

@@ -77,11 +77,11 @@ def _mean_lost(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 def _unanswered(dice: Random, plan: FaultPlan) -> FaultPlan:
     """A witness that has promised an attempt is asked for an earlier one, when it takes no trainer for alive."""
-    away, at_s = dice.choice((("p0", "p1"), ("p1", "p0"))), dice.uniform(2.0, 4.0)
+    (away, other), at_s = dice.choice((("p0", "p1"), ("p1", "p0"))), dice.uniform(2.0, 4.0)
     faults = [
-        Fault(round(at_s, 2), "cut", away[0], 9.5, "both"),
+        Fault(round(at_s, 2), "cut", away, 9.5, "both"),
         Fault(round(at_s + dice.uniform(0.5, 1.5), 2), "stop", "w0", 7.3),
-        Fault(round(at_s + dice.uniform(7.8, 8.6), 2), "kill", away[1], how="before Propose"),
+        Fault(round(at_s + dice.uniform(7.8, 8.6), 2), "kill", other, how="before Propose"),
     ]
     return replace(
         plan, peers=2, witnesses=1, round_s=0.6, delay_s=0.05, overlap=0.0, merge="carry", faults=tuple(faults)
