@@ -15,18 +15,24 @@ from diloco.transport import loop_probe
 BUSY_S = 0.03
 
 
-def callback_of_30_ms(folder: Path, monkeypatch: pytest.MonkeyPatch, stolen_ticks: int = 0) -> dict[str, float]:
-    """The probe's line on one, while the host takes so many ticks of 10 ms from the second of two CPUs."""
+def callback_of_30_ms(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stolen_ticks: int = 0, interrupts: int = 1000
+) -> dict[str, float]:
+    """The probe's line on one, while the host takes so many ticks of 10 ms from the second of two CPUs, and so many
+    timer interrupts reach the first."""
     folder.mkdir(exist_ok=True)
-    stat = folder / "stat"
+    stat, interrupted = folder / "stat", folder / "interrupts"
+    timer = "      CPU0 CPU1\n  0:  3 4  IO-APIC  timer\nLOC:  {0} 99  Local timer interrupts\nSPU:  0 0  Spurious\n"
     text = "cpu  1 0 1 1 1 0 1 {0} 0 0\ncpu0 1 0 1 1 1 0 1 7 0 0\ncpu1 1 0 1 1 1 0 1 {0} 0 0\nintr 5\n"
     stat.write_text(text.format(3))
+    interrupted.write_text(timer.format(50))
 
     def callback() -> None:
         began_s = time.thread_time()
         while time.thread_time() < began_s + BUSY_S:
             pass
         stat.write_text(text.format(3 + stolen_ticks))
+        interrupted.write_text(timer.format(50 + interrupts))
 
     async def main() -> None:
         loop_probe.probe_from_environment()
@@ -35,6 +41,8 @@ def callback_of_30_ms(folder: Path, monkeypatch: pytest.MonkeyPatch, stolen_tick
 
     monkeypatch.setenv(loop_probe.VARIABLE, str(folder / "loops"))
     monkeypatch.setattr(loop_probe, "_STAT", stat)
+    monkeypatch.setattr(loop_probe, "_INTERRUPTS", interrupted)
+    monkeypatch.setattr(loop_probe, "_TICK_S", 0.004)
     thread = threading.Thread(target=asyncio.run, args=(main(),))  # one that it may measure from now on
     thread.start()
     thread.join()
@@ -57,6 +65,19 @@ def test_a_callback_is_not_charged_with_what_the_host_took(tmp_path: Path, monke
 
 def test_it_is_never_charged_with_less_than_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert callback_of_30_ms(tmp_path, monkeypatch, stolen_ticks=100)["cpu_s"] == 0.0
+
+
+def test_a_callback_is_not_charged_with_a_stop_of_its_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = callback_of_30_ms(tmp_path, monkeypatch, interrupts=2)
+    assert stopped["cpu_s"] == pytest.approx(0.012)  # the ticks counted, and one that may have begun
+    assert stopped["charged_s"] >= BUSY_S
+
+
+def test_interrupts_are_counted_on_this_machine() -> None:
+    before, end_s = loop_probe._counters(), time.thread_time() + BUSY_S
+    while time.thread_time() < end_s:
+        pass
+    assert loop_probe._most_s(before, loop_probe._counters()) >= BUSY_S / 2  # the host may stop it for some of the time
 
 
 def test_a_slow_cpu_is_given_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

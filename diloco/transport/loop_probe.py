@@ -5,8 +5,10 @@
 CPU time of the loop's thread, and not the time that passes: other threads and other processes do not count. Passes of
 the garbage collector, which may meet any callback, are counted beside it (`gc_s`). What the host of a virtual machine
 may have taken meanwhile (`stolen_s`) is left out of both: Linux charges it to the thread that ran, 86 ms to a callback
-of 0.4 ms in one measurement. How slow this CPU is at the moment, beside one of usual speed, is measured right after the
-callback (`slowness`, 1 to 4): one whose other hyperthread is busy takes 1.6 times as long for the same work.
+of 0.4 ms in one measurement. A host that stops a CPU to find it memory does not even report that: no timer interrupt
+reaches the CPU meanwhile, so a callback has taken no more than the interrupts allow (`charged_s` is what Linux said).
+How slow this CPU is at the moment, beside one of usual speed, is measured right after the callback (`slowness`, 1 to
+4): one whose other hyperthread is busy takes 1.6 times as long for the same work.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import os
 import sys
 import threading
@@ -21,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 VARIABLE: Final = "DILOCO_LOOP_PROBE"
 
@@ -32,8 +35,8 @@ LIMIT_S: Final = 0.01
 MIN_S: Final = 0.002
 """Shorter callbacks leave no line."""
 
-_STOLEN_AGE_S: Final = 0.005
-"""Stolen time is read anew when a callback begins and the last reading is older; one costs 20 microseconds."""
+_READING_AGE_S: Final = 0.001
+"""The host's counters are read anew when a callback begins and the last reading is older; one costs 60 microseconds."""
 
 _USUAL_S: Final = 30e-9
 """Time that a CPU of usual speed takes for one of the additions of `_slowness`."""
@@ -44,8 +47,22 @@ MAX_SLOWNESS: Final = 4.0
 """A limit is never more than so many times as long."""
 
 _STAT: Final = Path("/proc/stat")
+_INTERRUPTS: Final = Path("/proc/interrupts")
+_CLOCK_MONOTONIC_COARSE: Final = 6
+_TICK_S: Final = time.clock_getres(_CLOCK_MONOTONIC_COARSE) if sys.platform == "linux" else 0.0
+"""Time between two timer interrupts of a busy CPU: that clock goes by them."""
 
 _run = asyncio.Handle._run
+
+
+class _Counters(NamedTuple):
+    """Counters that Linux keeps for each CPU. None are there where it keeps none."""
+
+    read_s: float
+    stolen: tuple[int, ...]
+    """Hundredths of seconds that the host took, as far as it says so."""
+    interrupts: tuple[int, ...]
+    """Timer interrupts."""
 
 
 class _ThisThread(threading.local):
@@ -57,10 +74,8 @@ class _ThisThread(threading.local):
     """CPU time of garbage collection so far."""
     gc_began_s = 0.0
     """CPU time when the latest pass of it began."""
-    stolen: tuple[int, ...] = ()
-    """Ticks that the host had taken from each CPU when it was last read."""
-    stolen_read_s = 0.0
-    """When that was."""
+    before: _Counters | None = None
+    """The host's counters when they were last read."""
 
 
 _here = _ThisThread()
@@ -86,20 +101,23 @@ def _run_measured(handle: Any) -> None:
         _run(handle)
         return
     called = handle._callback, handle._args  # a handle that is cancelled forgets them
-    if time.monotonic() - _here.stolen_read_s > _STOLEN_AGE_S:
-        _here.stolen, _here.stolen_read_s = _stolen_ticks(), time.monotonic()
+    before = _here.before
+    if before is None or time.monotonic() - before.read_s > _READING_AGE_S:
+        before = _here.before = _counters()
     began_s, gc_before_s = time.thread_time(), _here.gc_s
     _run(handle)
     gc_s = _here.gc_s - gc_before_s
     cpu_s = time.thread_time() - began_s - gc_s
     if max(cpu_s, gc_s) >= MIN_S:
-        stolen_s = _stolen_s(_here.stolen)
+        now = _counters()
+        charged_s, stolen_s, most_s = cpu_s, _stolen_s(before, now), _most_s(before, now)
         gc_s = max(0.0, gc_s - max(0.0, stolen_s - cpu_s))
-        cpu_s = max(0.0, cpu_s - stolen_s)
+        cpu_s = min(max(0.0, cpu_s - stolen_s), most_s)
         line = {"time": round(time.time(), 3), "process": " ".join(sys.argv), "callback": _name(*called)}
         with _here.path.open("a") as file:
-            times = {"cpu_s": round(cpu_s, 5), "gc_s": round(gc_s, 5), "stolen_s": stolen_s, "slowness": _slowness()}
-            file.write(json.dumps({**line, **times}) + "\n")
+            times = {"cpu_s": round(cpu_s, 5), "gc_s": round(min(gc_s, most_s), 5)}
+            beside = {"charged_s": round(charged_s, 5), "stolen_s": stolen_s, "slowness": _slowness()}
+            file.write(json.dumps({**line, **times, **beside}) + "\n")
 
 
 def busy_s(line: Mapping[str, Any], *, with_gc: bool) -> float:
@@ -120,18 +138,28 @@ def _additions_s() -> float:
     return time.thread_time() - began_s
 
 
-def _stolen_s(before: tuple[int, ...]) -> float:
-    """Most that the host can have taken from this thread since then. Whole ticks are counted, so one begun is added."""
-    ticks = max((now - then for now, then in zip(_stolen_ticks(), before, strict=False)), default=0)
+def _stolen_s(before: _Counters, now: _Counters) -> float:
+    """Most that the host says it has taken from this thread. Whole ticks are counted, so one begun is added."""
+    ticks = max((after - then for after, then in zip(now.stolen, before.stolen, strict=False)), default=0)
     return (ticks + 1) / os.sysconf("SC_CLK_TCK") if ticks > 0 else 0.0
 
 
-def _stolen_ticks() -> tuple[int, ...]:
-    """By CPU; nothing where no Linux counts it."""
-    if not _STAT.exists():
-        return ()
-    lines = _STAT.read_text().splitlines()
-    return tuple(int(line.split()[8]) for line in lines if line.startswith("cpu") and line[3].isdigit())
+def _most_s(before: _Counters, now: _Counters) -> float:
+    """Most that this thread can have computed, by the timer interrupts of the CPU that had most of them."""
+    ticks = [after - then for after, then in zip(now.interrupts, before.interrupts, strict=False)]
+    return (max(ticks) + 1) * _TICK_S if ticks else math.inf
+
+
+def _counters() -> _Counters:
+    """The counters of Linux as they stand now."""
+    stat = [line.split() for line in _lines(_STAT) if line.startswith("cpu") and line[3].isdigit()]
+    timer = next((line.split() for line in _lines(_INTERRUPTS) if line.lstrip().startswith("LOC:")), [])
+    stolen = tuple(int(fields[8]) for fields in stat)
+    return _Counters(time.monotonic(), stolen, tuple(int(count) for count in timer[1:] if count.isdigit()))
+
+
+def _lines(path: Path) -> Sequence[str]:
+    return path.read_text().splitlines() if path.exists() else ()
 
 
 def _on_gc(phase: str, _: dict[str, int]) -> None:
