@@ -32,12 +32,14 @@ hypothesis.settings.load_profile("diloco")
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Slow tests, which mostly start processes and wait for them, queue in one worker, while another takes all others:
-    those marked `slow(queued=False)`, too, and those that name a group of their own."""
+    """Slow tests, which mostly start processes and wait for them, queue in two workers, file by file in turn, while
+    another takes all others: those marked `slow(queued=False)`, too, and those that name a group of their own."""
+    queues: dict[Path, str] = {}
     for item in items:
         slow = item.get_closest_marker("slow")
         if slow and slow.kwargs.get("queued", True) and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group("slow"))
+            queue = queues.setdefault(item.path, f"slow-{len(queues) % 2}")
+            item.add_marker(pytest.mark.xdist_group(queue))
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.no_cover  # which makes a simulation nearly twice as sl
 PLANS = sorted((ROOT / "tests" / "plans").glob("*.txt"))
 KNOWN = {"seed-7003563": "I7", "seed-8079071": "I7"}
 """Plans that break an invariant until heirs are gone."""
-SEEDS, PER_TEST = 100, 10
+SEEDS, PER_TEST = 40, 10
 slow = pytest.mark.slow(queued=False)
 NOTICED_WITHIN = {
     "no-majority": 20,
@@ -151,14 +151,14 @@ def test_who_comes_back_with_its_clock_set_back_finds_those_who_went_on_apart() 
     assert not outcome.violation
 
 
-@pytest.mark.parametrize("first", every(30, quick=0))
+@pytest.mark.parametrize("first", every(10, quick=0))
 def test_seeds_hold_under_async(first: int) -> None:
     tally = run_seeds(range(first, first + PER_TEST), SeedOptions(policy="async"))
     assert not tally.violations
     assert tally.versions > 3 * PER_TEST
 
 
-@pytest.mark.parametrize("first", every(30, quick=0))
+@pytest.mark.parametrize("first", every(10, quick=0))
 def test_seeds_hold_with_speeds_over_a_range_of_ten(first: int) -> None:
     """The policies that wait for the slow: sync and quorum."""
     tally = run_seeds(range(first, first + PER_TEST), SeedOptions(speeds="0.1:1"))
