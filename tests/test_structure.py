@@ -36,6 +36,8 @@ ROOT_MODULES = {"diloco", "diloco.__main__", "diloco.round"}
 # so with ledger, events and checkpoints, too. They may only fall: 10 and 30, 13 and 33 are the aim. Measured: 28 and
 # 48, 33 and 54; on a busy machine a round also catches up or repairs.
 FILES_OF_A_ROUND = {"": (31, 53), "folder": (36, 59)}
+OF_REFUSALS = "transport/link.py"
+"""All that can run of it in a round is the error of a refusal, as of a message that comes late on a busy machine."""
 
 FACTORIES = """
     arange asarray as_tensor empty empty_strided eye full linspace logspace normal ones rand randint randn randperm
@@ -313,15 +315,11 @@ def test_nothing_is_left_for_later() -> None:
 def test_a_round_crosses_few_files(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)  # the probe of the event loop would be one more
     command = [sys.executable, str(ROOT / "scripts" / "trace-round"), "--json"]
-    training, all_threads = FILES_OF_A_ROUND[folder]
-    found: list[str] = []
-    for attempt in range(3):  # a round in which an answer is late goes through a file more
-        given = [str(tmp_path / f"{folder}-{attempt}")] if folder else []
-        files = json.loads(subprocess.run([*command, *given], check=True, capture_output=True).stdout)
-        if len(files["training"]) <= training and len(files["all"]) <= all_threads:
-            return
-        found += [f"{where}, {len(files[where])} files: {' '.join(files[where])}" for where in ("training", "all")]
-    complain(found)
+    given = [str(tmp_path / folder)] if folder else []
+    found = json.loads(subprocess.run([*command, *given], check=True, capture_output=True).stdout)
+    for where, limit in zip(("training", "all"), FILES_OF_A_ROUND[folder], strict=True):
+        files = [file for file in found[where] if file != OF_REFUSALS]
+        assert len(files) <= limit, " ".join(files)
 
 
 def test_only_fronts_block() -> None:
