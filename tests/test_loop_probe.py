@@ -74,10 +74,9 @@ def test_a_callback_is_not_charged_with_a_stop_of_its_cpu(tmp_path: Path, monkey
 
 
 def test_interrupts_are_counted_on_this_machine() -> None:
-    before, end_s = loop_probe._counters(), time.thread_time() + BUSY_S
-    while time.thread_time() < end_s:
-        pass
-    assert loop_probe._most_s(before, loop_probe._counters()) >= BUSY_S / 2  # the host may stop it for some of the time
+    before, end_s = loop_probe._counters(), time.thread_time() + 2.0  # the host may stop the CPU for some of it
+    while loop_probe._most_s(before, loop_probe._counters()) < BUSY_S:
+        assert time.thread_time() < end_s
 
 
 def test_a_slow_cpu_is_given_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
