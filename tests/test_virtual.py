@@ -93,12 +93,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def every(seeds: int, quick: int) -> list[Any]:
-    """The first of each batch; those from `quick` on are slow."""
-    return [pytest.param(first, marks=slow if first >= quick else ()) for first in range(0, seeds, PER_TEST)]
-
-
-@pytest.mark.parametrize("first", every(SEEDS, quick=10))
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=slow if first else ()) for first in range(0, SEEDS, PER_TEST)]
+)
 def test_seeds_hold(first: int) -> None:
     tally = run_seeds(range(first, first + PER_TEST))
     assert not tally.violations
@@ -151,17 +148,17 @@ def test_who_comes_back_with_its_clock_set_back_finds_those_who_went_on_apart() 
     assert not outcome.violation
 
 
-@pytest.mark.parametrize("first", every(10, quick=0))
-def test_seeds_hold_under_async(first: int) -> None:
-    tally = run_seeds(range(first, first + PER_TEST), SeedOptions(policy="async"))
+@slow
+def test_seeds_hold_under_async() -> None:
+    tally = run_seeds(range(PER_TEST), SeedOptions(policy="async"))
     assert not tally.violations
     assert tally.versions > 3 * PER_TEST
 
 
-@pytest.mark.parametrize("first", every(10, quick=0))
-def test_seeds_hold_with_speeds_over_a_range_of_ten(first: int) -> None:
+@slow
+def test_seeds_hold_with_speeds_over_a_range_of_ten() -> None:
     """The policies that wait for the slow: sync and quorum."""
-    tally = run_seeds(range(first, first + PER_TEST), SeedOptions(speeds="0.1:1"))
+    tally = run_seeds(range(PER_TEST), SeedOptions(speeds="0.1:1"))
     assert not tally.violations
     assert tally.versions > 3 * PER_TEST
 
