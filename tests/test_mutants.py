@@ -258,6 +258,7 @@ def test_what_must_be_explained() -> None:
     assert not open_rows("broken", "drop", "")
 
 
+@pytest.mark.slow(queued=False)
 def test_mutants_are_found(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     done = run(*(word for name in QUICK for word in ("--only", name)), "--budget", "20", "--json", file)

@@ -77,6 +77,7 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(recorded: Path) -> N
     assert answer(recorded, "audit", "run")["clean"]
 
 
+@pytest.mark.slow(queued=False)
 def test_seeds_in_virtual_time_have_the_log_that_was_recorded() -> None:
     assert not differing_logs(range(6))
 

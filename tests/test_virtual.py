@@ -66,7 +66,7 @@ NOTICED_WITHIN = {
     "plain-radial": 50,
 }
 """Seeds; a seed whose plan has nothing for the bug to break costs no time."""
-SLOW = {"deaf-coordinator", "early-divisor", "early-witness"}
+SLOW = {"deaf-coordinator", "early-divisor", "early-witness", "stale-life"}
 NOTICED_IN = {
     "broken-promise": """
         seed 13
