@@ -97,6 +97,10 @@ class Adopt(Decision):
     stays: bool
 
 
+class Rehash(Decision):
+    """Hash the outer state anew, as it is in memory now."""
+
+
 class Drop(Decision):
     """Back to the anchor."""
 

@@ -306,6 +306,14 @@ def complete(line: Line, state: FragmentState) -> None:
     state.keep_hashes(hashes)
 
 
+def rehash(line: Line) -> None:
+    """Hash a line's outer state as it is in memory now: it may have changed there since its hashes were taken."""
+    fragments = tuple(replace(state) for state in line.state.fragments)  # without what they keep
+    for state in fragments:
+        complete(line, state)
+    line.state = OuterState(line.state.version, fragments)
+
+
 class Diverged(Exception):
     """The line's outer state is not the one that a version was made on: it must be copied anew."""
 

@@ -19,7 +19,7 @@ from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Opening
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s, new_incarnation
-from diloco.base.decisions import Adopt, Drop, KeepLocal, Meet, Restore, Save, Withdraw
+from diloco.base.decisions import Adopt, Drop, KeepLocal, Meet, Rehash, Restore, Save, Withdraw
 from diloco.base.errors import EvictedError, StateError, UnreachableError
 from diloco.base.life import POLL_S, Life, Wait, answered
 from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Phase, Progress
@@ -335,6 +335,7 @@ class Peer:
     def copy_again(self, why: str) -> Life[None]:
         """Copy the state from the other members. When nobody gives it now, training goes on; the next round tries."""
         self.events.emit(Remark(f"{why}: copying the state"))
+        yield from self.do(Rehash())  # a part that changed in memory is not one that is here already
         try:
             yield from self.copy_state((yield from answered(self.exchange.sources())))
         except StateError as error:

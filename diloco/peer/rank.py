@@ -27,7 +27,7 @@ from diloco.kernels.build import compiled_codecs
 from diloco.observe.event_log import Events
 from diloco.observe.events import Event, Stamped, from_json, to_json
 from diloco.outer.fragments import Weights
-from diloco.outer.line import adopt, drop, keep_local, weights_at_anchor, weights_to_keep, withdraw
+from diloco.outer.line import adopt, drop, keep_local, rehash, weights_at_anchor, weights_to_keep, withdraw
 from diloco.outer.optimizers import SteppedHere
 from diloco.outer.state import OuterState
 from diloco.peer.terms import lane_terms, lanes_of, open_line
@@ -140,6 +140,8 @@ class PeerRank:
                     state = self._lane.copied()
                 adopt(line, state or standing_at(line.state, decision.version, decision.steps), decision.stays)
                 self._hold()
+            case d.Rehash():
+                rehash(line)
             case d.Drop():
                 drop(line)
             case d.Restore():

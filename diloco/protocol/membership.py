@@ -41,7 +41,7 @@ class Membership:
         """We said goodbye: our heir votes for us and could not know of any message that we sent afterwards."""
         self.admission = Admission(rules.run, rules.contract)
         self._bequests: dict[str, tuple[Member, m.Goodbye]] = {}
-        """Goodbyes that came before the commit of whose view they speak."""
+        """Goodbyes that came before the commit of the view in which their senders vote."""
         self._heartbeat_at = post.now
         self._turned_away = "", 0
         """The latest life that was told that nobody reaches it."""
@@ -188,7 +188,7 @@ class Membership:
     def on_leave_wanted(self, _: m.LeaveWanted) -> None:
         """Give this peer's vote away, and say goodbye to the members."""
         others = [member for member in self.alive() if member != self.me]
-        heir = others[0].peer if others and self.in_view else ""
+        heir = others[0].peer if others else ""  # a joiner may be in the view by now, and not know it yet
         making, acceptor = self.chain.making, self.acceptor
         goodbye = m.Goodbye(making, acceptor.attempt, heir, self.votes(), *acceptor.accepted)
         self._post.send_all(others, goodbye)
@@ -198,8 +198,8 @@ class Membership:
         """Note that a peer has left the roster, and who votes for it from now on."""
         self.roster.left(sender.peer)
         self._post.note(f"{sender.peer} left")
-        if self.chain.commit is None or body.version > self.chain.making:
-            self._bequests[sender.peer] = (sender, body)  # it speaks of a view that we do not know yet
+        if self.chain.commit is None or body.version > self.chain.making or not self.is_member(sender):
+            self._bequests[sender.peer] = (sender, body)  # it is of a view that we do not know yet
         else:
             self._bequeath(sender, body)
 
@@ -262,10 +262,10 @@ class Membership:
         self.joining = not self.in_view and not self.leaving
 
     def read_bequests(self) -> None:
-        """Take the goodbyes that speak of the view that votes now."""
+        """Take the goodbyes that came before the commit of the view that votes now."""
         making = self.chain.making
         for sender, body in self._bequests.values():
-            if body.version == making:
+            if body.version <= making:
                 self._bequeath(sender, body)
         self._bequests = {peer: kept for peer, kept in self._bequests.items() if kept[1].version > making}
 

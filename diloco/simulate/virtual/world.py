@@ -106,7 +106,7 @@ class SimulatedWorld:
             self.heal_s += FORGET_S
         if plan.total_tokens:  # all of them, by a few peers
             rounds = plan.total_tokens / STEPS / max(1, plan.peers // 2)
-            self.heal_s += rounds * (plan.longest_round_s + EXCHANGE_S)
+            self.heal_s += rounds * (plan.longest_round_s + EXCHANGE_S + 4 * plan.delay_s)  # from `Begin` to the commit
         self.goal = 0
         """Version that all must come to after the faults."""
         self.halving: dict[str, str] = {}
