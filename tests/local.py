@@ -130,9 +130,9 @@ class LocalPeer:
         self.copies = 0
         copy = self.peer.copy_state
 
-        def counting(sources: list[str]) -> Life[None]:
+        def counting(*arguments: Any) -> Life[None]:
             self.copies += 1
-            yield from copy(sources)
+            yield from copy(*arguments)
 
         self.peer.copy_state = counting  # type: ignore[method-assign, assignment]
         drive(self.peer.open())

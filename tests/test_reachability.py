@@ -16,11 +16,13 @@ NOWHERE = "192.0.2.1:9"
 TOLD_S = 10.0
 
 
-def test_a_joiner_that_nobody_reaches_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["nowhere", "at the address of another"])
+def test_a_joiner_that_nobody_reaches_is_refused_and_the_run_goes_on(tmp_path: Path, where: str) -> None:
     with ending([PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=1, steps=24)))]) as peers:
         (a,) = peers
         a.reaches(2, ["a"])
-        hidden = PeerProcess("hidden", tmp_path, "--join", a.ticket(), "--set", f"network.advertise={NOWHERE}")
+        address = NOWHERE if where == "nowhere" else a.ticket().partition("/")[0]
+        hidden = PeerProcess("hidden", tmp_path, "--join", a.ticket(), "--set", f"network.advertise={address}")
         peers.append(hidden)
         hidden.ticket()
         since_s, before = time.monotonic(), a.version()
@@ -28,7 +30,7 @@ def test_a_joiner_that_nobody_reaches_is_refused_and_the_run_goes_on(tmp_path: P
         assert {one["peer"]: one["reached"] for one in status["peers"]} == {"a": True, "hidden": False}
         assert hidden.wait() == 11
         assert time.monotonic() - since_s < TOLD_S + 10  # the machine may be busy
-        assert f"nobody reaches {NOWHERE}" in hidden.log.read_text()
+        assert f"nobody reaches {address}" in hidden.log.read_text()
         assert "network.advertise" in hidden.log.read_text()
         assert a.reaches(before + 2, ["a"])
-        assert any(f"nobody reaches {NOWHERE}" in event["text"] for event in a.events("reason"))
+        assert any(f"nobody reaches {address}" in event["text"] for event in a.events("reason"))

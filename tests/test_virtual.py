@@ -69,7 +69,7 @@ NOTICED_WITHIN = {
 SLOW = {"deaf-coordinator", "early-divisor", "early-witness", "stale-life"}
 NOTICED_IN = {
     "broken-promise": """
-        seed 13
+        seed 11
         delay_s 0.3
         round_s 1.2
         overlap 1

@@ -204,7 +204,7 @@ def test_a_late_sync_holds_its_own_peer_up() -> None:
 
 def test_all_lose_power_while_a_disk_lies() -> None:
     """Its checkpoints are gone, and those of the others are not: the run goes on from these."""
-    outcome = told("peers 3\n1 disk p0 for 5: lies\n5 blackout *: power\n6 resume p0\ncalm_s 4")
+    outcome = told("peers 3\n1 disk p0 for 5: lies\n5.2 blackout *: power\n6 resume p0\ncalm_s 4")
     assert says(outcome, "begins again from its checkpoint")
 
 

@@ -18,7 +18,7 @@ from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Ledger
 from diloco.base.types import Commit, Counted
 from diloco.exchange import service
-from diloco.exchange.deaths import Deaths
+from diloco.exchange.lives import Lives
 from diloco.exchange.work import LanePayloads
 from diloco.outer import line
 from diloco.protocol import messages as m
@@ -84,7 +84,7 @@ def _forgets_promise() -> Instead:
 
 
 def _believes_suspicion() -> Instead:
-    return [(Deaths, "proven", lambda deaths, member: True)]
+    return [(Lives, "proven", lambda deaths, member: True)]
 
 
 def _half_is_enough() -> Instead:

@@ -68,8 +68,9 @@ class Backlog:
         """Add a version to the backlog. `read_version`: of the oldest snapshot that is being copied; None: none is."""
         self._closed.append(closed)
         self._bytes += _payload_bytes(closed)
-        if self.copying_from is not None:
-            read_version = min(self.copying_from, self.copying_from if read_version is None else read_version)
+        copying_from = self.copying_from  # another thread sets it to None
+        if copying_from is not None:
+            read_version = copying_from if read_version is None else min(copying_from, read_version)
         while len(self._closed) > self._versions and not self._is_read(self._closed[0], read_version):
             self._bytes -= _payload_bytes(self._closed.popleft())
 

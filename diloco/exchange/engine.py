@@ -22,9 +22,9 @@ from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Skip
 from diloco.exchange.archive import Archive, Untaken
 from diloco.exchange.background import ExchangeTasks, settle
-from diloco.exchange.deaths import Deaths
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes, RemoteLane
+from diloco.exchange.lives import Lives
 from diloco.exchange.missed import Fetcher
 from diloco.exchange.statesync import download
 from diloco.exchange.terms import Terms
@@ -66,8 +66,6 @@ class Exchange(ExchangeTasks):
         """Tokens of the inner steps that go on while a contribution is on its way."""
         self.behind = False
         """Too far behind to fetch the missing commits: only a copy of the state helps."""
-        self.refused: m.Reply = m.Reply.OK
-        """The latest refusal of one of our messages."""
         self._on_reason = on_reason
         self.lane = Lane(terms.lane, link, loop)
         self.lane.head = self
@@ -77,7 +75,7 @@ class Exchange(ExchangeTasks):
         self.hasher = one_thread("hash")
         """Hashes states that joiners ask for, and means that were fetched."""
         self._fetcher = Fetcher(terms, link, self.machine, self.archive, self._feed, self.hasher)
-        self._deaths = Deaths(link, terms.timing.heartbeat_s)
+        self.lives = Lives(link, terms.timing)
         self._contents: dict[int, bytes] = {}
         """Hashes of the parts of the mean that is being made."""
         self.moved = asyncio.Condition()
@@ -315,11 +313,20 @@ class Exchange(ExchangeTasks):
 
     def receive(self, envelope: m.Envelope) -> m.Reply:
         """Pass another peer's message to the exchange's state machine, perform the effects, and return the reply."""
-        reply, effects = self.machine.receive(envelope, monotonic_s())
-        self._perform(effects)
-        if reply is m.Reply.OK and not self._deaths.asked(envelope.sender):
-            self._spawn(self._deaths.ask(envelope.sender))
+        try:
+            reply, effects = self.machine.receive(envelope, monotonic_s())
+            self._perform(effects)
+        except Exception as error:  # it has done half of what it decided: to go on would break what it says next
+            self.failed(error)
+            raise
+        if reply is m.Reply.OK and not self.lives.met(envelope.sender):
+            self._spawn(self._meet(envelope.sender))
         return reply
+
+    async def _meet(self, member: Member) -> None:
+        """Note that a life can be reached, once it has answered as itself."""
+        if await self.lives.ask(member):
+            self._feed(m.Reached(member))
 
     def _perform(self, effects: Sequence[m.Effect]) -> None:
         for effect in effects:
@@ -358,30 +365,27 @@ class Exchange(ExchangeTasks):
         step = _FAILPOINTS.get(type(effect.envelope.body))
         if step:
             failpoints.hit(f"before-{step}")
-        reply, to, since_s = m.Reply.STALE, effect.to, monotonic_s()
+        reply, to, since_s = None, effect.to, monotonic_s()
         try:
             reply = await self.link.deliver(to.address, effect.envelope)
-            self._feed(m.Reached(to))
         except LinkDown:
             await self._lost(to)
         except LinkSlow:
             logger.debug("%s did not answer %s", to.peer, type(effect.envelope.body).__name__)
             if not self.machine.roster.answered_since(to, since_s):
-                self._feed(m.Unreachable(to))
+                self._feed(m.Unreachable(to, self.lives.proven(to)))
         except LinkRefused as error:
             reply = error.reply
-            self._feed(m.Reached(to))
-        if reply not in (m.Reply.STALE, m.Reply.REPLAYED):  # of these it has only moved on meanwhile
-            if reply is not m.Reply.OK and reply is not self.refused:
-                logger.warning("%s refuses: %s", to.peer, reply.name)
-            self.refused = reply
+        if reply is not None:
+            self.lives.replied(to.peer, reply)
+            await self._meet(to)
         if step:
             failpoints.hit(f"after-{step}")
 
     async def _lost(self, member: Member) -> None:
         """The exchange lost a connection."""
-        if await self._deaths.gone(member):
-            self._feed(m.Unreachable(member, self._deaths.proven(member)))
+        if await self.lives.gone(member):
+            self._feed(m.Unreachable(member, self.lives.proven(member)))
 
     # ------------------------------------------------------------ reducing
 

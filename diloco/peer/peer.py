@@ -20,7 +20,7 @@ from diloco.accounts.ledger import Opening
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s, new_incarnation
 from diloco.base.decisions import Adopt, Drop, KeepLocal, Meet, Rehash, Restore, Save, Withdraw
-from diloco.base.errors import EvictedError, StateError, UnreachableError
+from diloco.base.errors import DilocoError, EvictedError, StateError, UnreachableError
 from diloco.base.life import POLL_S, Life, Wait, answered
 from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Phase, Progress
 from diloco.config.site import Site
@@ -189,7 +189,8 @@ class Peer:
             self._meet_members(welcome)
             ours = self.line.commit.lineage if self.line.commit is not None else ""
             if ours != welcome.lineage and not self.done:  # who resumes a run that has ended has its last state
-                yield from self.copy_state([member.address for member in welcome.members])
+                refusal = Refusal(self.exchange, self.site)  # before all of the state has come over a slow link
+                yield from self.copy_state([member.address for member in welcome.members], refusal.check)
         self.exchange.hold(self.line.state, self.line.commit, copied=True)
         self._presence = self.endpoint.appear(self.exchange)
         self.events.emit(Listening(self.address, self.ticket))
@@ -225,13 +226,14 @@ class Peer:
             logger.warning("the run has, or had, a peer named %s", self.name)
         self.exchange.meet([member for name, member in known.items() if name != self.name])
 
-    def copy_state(self, sources: Sequence[str]) -> Life[None]:
-        """Copy anchor and outer state from these members. Raises StateError, also once this peer is to leave."""
+    def copy_state(self, sources: Sequence[str], check: Callable[[], None] = lambda: None) -> Life[None]:
+        """Copy anchor and outer state from these members. Raises StateError, also once this peer is to leave, and what
+        `check` raises meanwhile."""
         self.report(phase=Phase.JOINING)
         total_bytes = sum(buffer.nbytes for _, buffer in self.line.state.buffers())
         self.events.emit(StateCopying(0, total_bytes))
         copying = self.exchange.copy_state(sources, self.line.state, self.line.stands_at, self._on_copied)
-        state, offer = yield from in_time(copying, self.site.timeouts.join_s, self.asked_to_leave)
+        state, offer = yield from in_time(copying, self.site.timeouts.join_s, self.asked_to_leave, check)
         line, before = self.line, self.line.commit
         if line.sent is not None:
             line.sent = replace(line.sent, passed=line.sent.passed or self.exchange.untaken.passed)
@@ -425,13 +427,13 @@ class Refusal:
 
     def __init__(self, exchange: Exchange, site: Site) -> None:
         self._exchange, self._timeouts = exchange, site.timeouts
-        self._since_s, self._reply = monotonic_s(), exchange.refused
+        self._since_s, self._reply = monotonic_s(), exchange.lives.refusal()
 
     def check(self) -> None:
         """Raises EvictedError or UnreachableError, once the members have refused this peer for long enough."""
         exchange, now_s = self._exchange, monotonic_s()
-        if exchange.refused is not self._reply:
-            self._since_s, self._reply = now_s, exchange.refused
+        if exchange.lives.refusal() is not self._reply:
+            self._since_s, self._reply = now_s, exchange.lives.refusal()
         refused_s = now_s - self._since_s
         if self._reply is Reply.FENCED and refused_s > 3 * self._timeouts.suspect_s:
             raise EvictedError(f"the run has a live peer named {exchange.name}", "choose another peer.name")
@@ -455,16 +457,25 @@ def left(exchange: Exchange, site: Site) -> Life[None]:
         yield Wait(said, POLL_S)
 
 
-def in_time(copying: Future[T], timeout_s: float, asked_to_leave: Callable[[], bool]) -> Life[T]:
-    """The state a peer copies, and its offer. Raises StateError, also after `timeout_s` and once it is to leave."""
+def in_time(
+    copying: Future[T], timeout_s: float, asked_to_leave: Callable[[], bool], check: Callable[[], None] = lambda: None
+) -> Life[T]:
+    """The state a peer copies, and its offer. Raises StateError, also after `timeout_s` and once it is to leave, and
+    what `check` raises meanwhile."""
     deadline_s = monotonic_s() + timeout_s
     while not copying.done():
         yield Wait(copying, POLL_S)
         if copying.done():
             break
+        try:
+            check()
+        except DilocoError:
+            copying.cancel()
+            raise
         if monotonic_s() > deadline_s:
             copying.cancel()
-            raise StateError(f"the state was not here within {timeout_s:g} s", "raise timeouts.join_s")
+            fix = "raise timeouts.join_s; or membership.backlog_versions, where so many versions close meanwhile"
+            raise StateError(f"the state was not here within {timeout_s:g} s", fix)
         if asked_to_leave():
             copying.cancel()
             raise StateError("asked to leave while the state was copied", "join again")

@@ -393,7 +393,8 @@ class Coordinator:
         assert before is not None
         counted, omitted = reduction.counted()
         used = {entry.peer: entry.blocks for entry in counted}
-        left = {entry.member.peer for entry in membership.roster if entry.left} - membership.electorate.evicted
+        gone = [entry.member for entry in membership.roster if entry.left]
+        left = {member.peer for member in gone if membership.is_member(member)} - membership.electorate.evicted
         leaving = left | (tally.leaving() & used.keys())  # a leaver whose contribution does not count offers it again
         view = self._next_view(leaving)
         names = [member.peer for member in view if not member.witness]

@@ -37,9 +37,9 @@ MAX_DETAIL: Final = 1000
 """Characters of a refusal's reason that are sent."""
 REPORT_S: Final = 0.02
 """Seconds between two progress reports of a stream's receiver, at least."""
-FETCH_MESSAGE_BYTES: Final = 1 << 18
-"""Payload of a message of an answer, of which the caller does not report how fast it takes them. At 1 Mb/s one takes
-2 s."""
+FETCH_MESSAGE_BYTES: Final = 1 << 16
+"""Payload of a message of an answer, of which the caller does not report how fast it takes them. At 0.2 Mb/s one takes
+2.6 s, and whole it must be there within `stall_s`."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")

@@ -13,7 +13,6 @@ from typing import Protocol
 from diloco.base.types import Closed
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import Limits, Part, ProcessId, StateOffer, StreamHeader, Welcome
-from diloco.transport.address import is_loopback
 from diloco.transport.process import process_lives
 
 
@@ -33,10 +32,6 @@ class LinkRefused(Exception):
         self.reply = reply
         self.detail = detail or reply.name.lower()
         """The reason as it travels; without one the name of the reply."""
-
-
-PROBE_S = 1.0
-"""Seconds within which a listening process takes a connection on loopback."""
 
 
 def untold(size_bytes: int) -> None:
@@ -89,10 +84,6 @@ class Link(Protocol):
 
     async def status(self, address: str, timeout_s: float) -> str:
         """Fetch the status of the peer at a network address, as JSON."""
-
-    def near(self, address: str) -> bool:
-        """Whether a network address may be of a process of this machine."""
-        return is_loopback(address)
 
     def lives(self, process: ProcessId) -> bool | None:
         """Whether a process lives that a welcome named; None where nobody here can know, see `process_lives`."""

@@ -414,9 +414,6 @@ class SimulatedLink(Link):
     async def status(self, address: str, timeout_s: float) -> str:
         return await self._ask_now(address, timeout_s, lambda service: service.on_status())
 
-    def near(self, address: str) -> bool:
-        return self._network.world.machines.shared(self._process.name, name_at(address))
-
     def lives(self, process: ProcessId) -> bool | None:
         return self._network.world.machines.lives(self._process, process)
 

@@ -161,6 +161,8 @@ class SimulatedProcess:
 
     def _over(self, error: Exception | None) -> None:
         if error is None:
+            if not (self.leaving or self.witness or (self.run is not None and self.run.done)):
+                raise Violation("I7", f"{self.name} leaves, and nobody asked it to")
             self.die(self.ended or "its life is over")
         elif isinstance(error, DilocoError):  # the process ends with an error for a person, who starts it again
             self.world.started_again(self, with_disk=not isinstance(error, StateError))
@@ -210,9 +212,6 @@ class SimulatedProcess:
         self.leaving = True
         if self._leading is not None:
             self._leading.life._leave_by_s = self.now  # type: ignore[union-attr]
-
-    def wants_to_leave(self) -> bool:
-        return self.leaving
 
     # ------------------------------------------------------------ what the process does
 
@@ -283,7 +282,7 @@ class SimulatedProcess:
             folder,
             checkpoint,
             self.listeners,
-            self.wants_to_leave,
+            lambda: self.leaving,
         )
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
@@ -306,7 +305,7 @@ class SimulatedProcess:
         welcome = yield from self._welcome()
         endpoint = SimulatedEndpoint(self, welcome)
         events = Events(None, self.name, ())
-        yield from witnessed(self.name, self.world.setup.contract, endpoint, events, self.wants_to_leave)  # type: ignore[arg-type]
+        yield from witnessed(self.name, self.world.setup.contract, endpoint, events, lambda: self.leaving)  # type: ignore[arg-type]
         self.ended = "left"
 
     # ------------------------------------------------------------ what is observed

@@ -240,6 +240,8 @@ class SimulatedWorld:
     def ends(self, host: SimulatedProcess, run: Run) -> None:
         """A simulated peer has seen the end of the run: all must have the same."""
         self.count("ends")
+        if not self.plan.total_tokens:
+            raise Violation("I2", f"{host.name} ends a run that has no end")
         line = host.line
         self.invariants.ended += [line.commit] if line.commit is not None else []
         lineage = line.commit.lineage if line.commit else ""

@@ -403,8 +403,11 @@ class SimulatedConduct:
         effects: Sequence[m.Effect],
         before: Before,
     ) -> None:
-        """Check that of two lineages with as many tokens the later founded goes on, and that all see it alike."""
-        left = any(isinstance(effect, m.Resync) for effect in effects)
+        """Check that of two lineages the one with more tokens goes on, of equal ones the later, for all the same."""
+        left = before.lineage != envelope.lineage and any(isinstance(effect, m.Resync) for effect in effects)
+        if left and before.tokens > beat.committed_tokens:
+            what = f"{before.tokens} committed tokens for one with {beat.committed_tokens}"
+            raise Violation("I8", f"{host.name} leaves a lineage with {what}")
         if not left or before.tokens != beat.committed_tokens:
             return
         pair = frozenset((before.lineage, envelope.lineage)), before.tokens

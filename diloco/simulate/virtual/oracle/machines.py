@@ -6,17 +6,21 @@ What a peer may take for proven is decided here, by the answers that it got, and
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Member
-from diloco.protocol.streams import ProcessId, Welcome
+from diloco.protocol import messages as m
+from diloco.protocol.streams import ProcessId
 from diloco.simulate.virtual.oracle.gate import Violation
-from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
     from diloco.simulate.virtual.world import SimulatedWorld
+
+SOON_S = 0.001
+"""A task that an event begins has begun by then."""
 
 
 class SimulatedMachines:
@@ -45,26 +49,28 @@ class SimulatedMachines:
         self._look_at_questions(process)
 
     def _look_at_questions(self, process: SimulatedProcess) -> None:
-        """I7: a life that did not say which process it is counts as not asked, so that its next message asks again."""
+        """I7: whoever hears a life asks which process it is, until that answers."""
         assert process.service is not None
-        link, deaths = process.link, process.service.exchange._deaths
-        hello, ask = link.hello, deaths.ask
-        failed_s: dict[str, float] = {}
+        exchange = process.service.exchange
+        receive, ask = exchange.receive, exchange.lives.ask
+        asked_s: dict[tuple[str, int], float] = {}
 
-        async def on_hello(address: str, timeout_s: float) -> Welcome:
-            try:
-                return await hello(address, timeout_s)
-            except (LinkDown, LinkSlow, LinkRefused):
-                failed_s[address] = self.world.now
-                raise
+        async def on_ask(member: Member) -> bool:
+            asked_s[member.peer, member.incarnation] = self.world.now
+            return await ask(member)
 
-        async def on_ask(member: Member) -> None:
-            asked = deaths.asked(member)
-            await ask(member)
-            if not asked and failed_s.get(member.address) == self.world.now and deaths.asked(member):
-                raise Violation("I7", f"{process.name} got no answer of {member.peer}, and does not ask again")
+        def check(member: Member, heard_s: float) -> None:
+            idle = not process.alive or process.loop.stopped or process.leaving
+            if not idle and asked_s.get((member.peer, member.incarnation), -math.inf) < heard_s:
+                raise Violation("I7", f"{process.name} hears {member.peer}, and does not ask which process it is")
 
-        link.hello, deaths.ask = on_hello, on_ask  # type: ignore[method-assign]
+        def on_receive(envelope: m.Envelope) -> m.Reply:
+            reply = receive(envelope)
+            if reply is m.Reply.OK and not exchange.lives.met(envelope.sender):
+                self.world.after(SOON_S, check, envelope.sender, self.world.now)
+            return reply
+
+        exchange.receive, exchange.lives.ask = on_receive, on_ask  # type: ignore[method-assign]
 
     def shared(self, name: str, other: str) -> bool:
         """Whether the processes of these names run on one machine."""

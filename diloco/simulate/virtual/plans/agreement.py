@@ -149,6 +149,14 @@ def _proven_deaths(dice: Random, plan: FaultPlan) -> FaultPlan:
     return replace(plan, peers=dice.choice((4, 4, 6)), proven=True, faults=faults)
 
 
+def _half_dies(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """Half of the peers die at one moment, for good, where their machine proves it: the others need nobody."""
+    peers = dice.choice((2, 4))
+    at_s = round(dice.uniform(1.0, 3.0), 2)
+    faults = tuple(Fault(at_s, "kill", f"p{index}") for index in dice.sample(range(peers), peers // 2))
+    return replace(plan, peers=peers, witnesses=0, proven=True, faults=faults)
+
+
 def _withdrawn(dice: Random, plan: FaultPlan) -> FaultPlan:
     """A fast peer gives rounds up before the others are ready, and the coordinator does not hear of it."""
     plan = replace(plan, peers=4, policy="sync", speeds="1+0.12+0.12+0.12", round_s=1.0, overlap=0.0, merge="carry")
@@ -189,6 +197,7 @@ UNDER_WAIT: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _two_lives: 2,
     _malformed: 2,
     _proven_deaths: 2,
+    _half_dies: 2,
     _withdrawn: 1,
 }
 """Situations under `wait`, and how often each is drawn."""

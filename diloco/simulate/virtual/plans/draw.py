@@ -190,13 +190,13 @@ def _over_slow_links(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 
 def _served_by_one(plan: FaultPlan) -> FaultPlan:
-    """A plan whose slow links let one that went on alone under `continue` give all others the state.
+    """A plan whose slow links let one that went on alone give all others the state: under `continue`, and of two peers.
 
     Its uplink carries to each what that of one of two does. Where versions are faster than a state is copied over that,
     nobody would ever catch up: no link is slow.
     """
     rates = plan.bandwidth.split("+")
-    if plan.without_majority != "continue" or SLOW_LINKS_MBIT[-1] not in rates:
+    if (plan.without_majority != "continue" and plan.peers > 2) or SLOW_LINKS_MBIT[-1] not in rates:
         return plan
     if plan.speeds or plan.round_s < SLOW_ROUND_S:
         return replace(plan, bandwidth="")

@@ -1,0 +1,95 @@
+"""Lives of other peers: that one can be reached, and proof that one is over, its process gone from this machine."""
+
+from __future__ import annotations
+
+import logging
+
+from diloco.base.clock import monotonic_s
+from diloco.base.types import MAX_LIST, Member
+from diloco.protocol.messages import Reply
+from diloco.protocol.streams import ProcessId
+from diloco.protocol.view import Timing
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
+
+logger = logging.getLogger(__name__)
+
+
+class Lives:
+    """Lives of peers that answered as themselves, and their processes; each is asked once, when it is heard.
+
+    An answer alone does not show that a life can be reached: at the address that it gives, another peer may listen,
+    or this one, as where two networks have the same private addresses.
+
+    A refused connection is no proof, on loopback neither: a forwarder (`ssh -L`, `kubectl port-forward`, stunnel, a
+    container's port) refuses for a peer that lives elsewhere. So evidence comes from the far end of a connection, which
+    answers as the very life that is asked for, and counts only if its process is seen here at that moment.
+    """
+
+    def __init__(self, link: Link, timing: Timing) -> None:
+        self._link = link
+        self._heartbeat_s, self._suspect_s, self._stall_s = timing.heartbeat_s, timing.suspect_s, timing.stall_s
+        self._processes: dict[tuple[str, int], ProcessId | None] = {}
+        """Processes of lives that answered, by peer and incarnation. None: its death will have no proof."""
+        self._asking: set[tuple[str, int]] = set()
+        self._replies: dict[str, tuple[Reply, float]] = {}
+        """The latest reply of each peer to a message of ours, and its time."""
+
+    def met(self, member: Member) -> bool:
+        """Whether this very life has answered at its address."""
+        return (member.peer, member.incarnation) in self._processes
+
+    async def ask(self, member: Member) -> bool:
+        """Ask a life, once, for its name and its process. False: it is being asked, or did not answer."""
+        life = member.peer, member.incarnation
+        if life in self._processes or life in self._asking:
+            return life in self._processes
+        self._asking.add(life)
+        try:
+            welcome = await self._link.hello(member.address, self._stall_s)
+        except (LinkDown, LinkSlow, LinkRefused):
+            return False
+        finally:
+            self._asking.discard(life)
+        there = welcome.members[0]
+        if (there.peer, there.incarnation) != life:
+            logger.warning("at %s, the address of %s, %s answers", member.address, member.peer, there.peer)
+            return False
+        lives = welcome.process is not None and self._link.lives(welcome.process)
+        self._processes[life] = welcome.process if lives else None
+        if len(self._processes) > MAX_LIST:
+            del self._processes[next(iter(self._processes))]
+        return True
+
+    def replied(self, peer: str, reply: Reply) -> None:
+        """Note what a peer replied to a message."""
+        if reply in (Reply.STALE, Reply.REPLAYED):
+            return  # it has only moved on meanwhile
+        before, _ = self._replies.pop(peer, (Reply.OK, 0.0))
+        if reply not in (Reply.OK, before):
+            logger.warning("%s refuses: %s", peer, reply.name)
+        self._replies[peer] = reply, monotonic_s()
+        if len(self._replies) > MAX_LIST:
+            del self._replies[next(iter(self._replies))]
+
+    def refusal(self) -> Reply:
+        """The refusal in which all agree who replied lately; OK where they do not. Any thread may ask."""
+        since_s = monotonic_s() - self._suspect_s
+        replies = {reply for reply, at_s in list(self._replies.values()) if at_s >= since_s}  # one step, under the GIL
+        return replies.pop() if len(replies) == 1 else Reply.OK
+
+    def proven(self, member: Member) -> bool:
+        """Whether this life is over for certain."""
+        process = self._processes.get((member.peer, member.incarnation))
+        return process is not None and self._link.lives(process) is False
+
+    async def gone(self, member: Member) -> bool:
+        """Whether nobody takes another connection after one broke: damaged bytes break one, too."""
+        if self.proven(member):
+            return True
+        try:
+            await self._link.hello(member.address, self._heartbeat_s)
+        except LinkDown:
+            return True
+        except (LinkSlow, LinkRefused):
+            pass  # or it is silent, which its missing heartbeats will show
+        return False
