@@ -156,7 +156,7 @@ def test_a_run_ends_when_it_has_its_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_of_two_is_killed_and_the_other_goes_on(tmp_path: Path) -> None:
-    """On one machine a refused connection proves the death, so that nobody has to be asked."""
+    """On one machine a process that is gone proves the death, so that nobody has to be asked."""
     with ending([]) as peers:
         a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=2)))
         peers.append(a)

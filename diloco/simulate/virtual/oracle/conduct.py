@@ -492,5 +492,5 @@ class SimulatedConduct:
             if peer != me and host.now - max(said_s, life.owes[1]) > HEARTBEAT_S + SLACK_S:
                 raise Violation("I7", f"{host.name} does not say {kind.__name__} again to {peer}")
         asks = tally is not None and tally.proposal is not None and not self.world.network.uplinks.limited
-        if asks and host.now - life.proposal[2] > 4 * STALL_S + SLACK_S:
+        if asks and host.now - life.proposal[2] > 6 * STALL_S:  # bytes of a next life may have moved for half of it
             raise Violation("I7", f"{host.name} does not give up a proposal that nobody accepts")

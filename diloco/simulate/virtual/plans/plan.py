@@ -126,7 +126,7 @@ class FaultPlan:
     loss: float = 0.0
     """Share of the messages that get lost, and as many arrive twice, until the faults are over."""
     proven: bool = False
-    """The peers share a machine: that a dead one's address refuses connections proves its death."""
+    """The peers share a machine: its kernel proves the death of one whose process is gone."""
     round_s: float = 0.8
     """Time that inner steps take, about."""
     jitter: float = 0.3
