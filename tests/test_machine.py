@@ -502,6 +502,16 @@ def test_an_heir_is_bound_by_what_the_leaver_accepted_and_promised() -> None:
     assert (ready.attempt, ready.votes, ready.accepted_attempt, ready.accepted) == (later, ("b",), 0, accepted)
 
 
+@pytest.mark.parametrize(("version", "votes"), [(8, ("b", "c")), (7, ("b",))])
+def test_a_late_goodbye_gives_no_votes_of_its_own_view(version: int, votes: tuple[str, ...]) -> None:
+    """Who had left that view, and given its vote to the leaver, may be a member again and vote for itself."""
+    machine = standing(7)
+    assert machine.commit is not None
+    goodbye = m.Goodbye(version, 0, "a", ("c",), -1, None)
+    machine.receive(m.Envelope("run", "contract", "lineage", B, machine.commit.digest, 1, goodbye), 0.1)
+    assert machine._membership.votes() == votes
+
+
 @pytest.mark.parametrize(
     ("policy", "until_s"),
     [(SYNC, 14.0), (Policy(1, 0.2, 20.0, uses_slack=True), 12.0)],
