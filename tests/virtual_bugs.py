@@ -84,7 +84,7 @@ def _forgets_promise() -> Instead:
 
 
 def _believes_suspicion() -> Instead:
-    return [(Lives, "proven", lambda deaths, member: True)]
+    return [(Lives, "proven", lambda lives, member: True)]
 
 
 def _half_is_enough() -> Instead:

@@ -432,8 +432,9 @@ class Refusal:
     def check(self) -> None:
         """Raises EvictedError or UnreachableError, once the members have refused this peer for long enough."""
         exchange, now_s = self._exchange, monotonic_s()
-        if exchange.lives.refusal() is not self._reply:
-            self._since_s, self._reply = now_s, exchange.lives.refusal()
+        reply = exchange.lives.refusal()
+        if reply is not self._reply:
+            self._since_s, self._reply = now_s, reply
         refused_s = now_s - self._since_s
         if self._reply is Reply.FENCED and refused_s > 3 * self._timeouts.suspect_s:
             raise EvictedError(f"the run has a live peer named {exchange.name}", "choose another peer.name")

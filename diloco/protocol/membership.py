@@ -207,8 +207,10 @@ class Membership:
         """A leaver of this view gives its vote away, and what it promised and accepted with it."""
         if not body.heir or not self.is_member(sender):
             return
-        self.electorate.bequeath((sender.peer, *body.votes), body.heir)
-        if body.heir == self.me.peer and body.version == self.chain.making:
+        of_this_view = body.version == self.chain.making
+        # Leavers of an earlier view, whose votes it had, may be members again, and vote for themselves.
+        self.electorate.bequeath((sender.peer, *(body.votes if of_this_view else ())), body.heir)
+        if body.heir == self.me.peer and of_this_view:
             self.acceptor.take_over(body)
 
     def bequeathed(self, votes: Sequence[str], heir: str) -> None:
