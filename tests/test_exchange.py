@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 from diloco.base.clock import monotonic_s
+from diloco.base.errors import UnreachableError
 from diloco.base.types import Closed, Member, Skip
 from diloco.compress import bundle
 from diloco.exchange.service import ExchangeService
 from diloco.outer.state import OuterState
+from diloco.peer.peer import in_time
 from diloco.protocol import coordinator
 from diloco.protocol.messages import FetchMean, Offered, Reply
 from diloco.protocol.streams import Kind, Part, StreamHeader
@@ -89,6 +92,32 @@ def test_what_fails_on_the_exchanges_thread_ends_the_wait_for_it(
     monkeypatch.setattr(broken.peer.exchange.machine, "handle", fails)
     with pytest.raises(ZeroDivisionError):
         broken.round()
+
+
+def test_what_fails_while_a_message_is_handled_ends_the_exchange(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has done half of what it decided. The sender is answered with an error, and nobody else would know."""
+    broken = world.peers[0]
+
+    def fails(envelope: Any, now_s: float) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(broken.peer.exchange.machine, "receive", fails)
+    with pytest.raises(ZeroDivisionError):
+        broken.round()
+
+
+def test_a_copy_ends_with_what_is_found_out_meanwhile() -> None:
+    """A joiner that nobody reaches is told while the state comes over a slow link, and not after that."""
+
+    def found() -> None:
+        raise UnreachableError("nobody reaches this peer", "let connections in")
+
+    copying: Future[Any] = Future()
+    with pytest.raises(UnreachableError):
+        drive(in_time(copying, 60.0, lambda: False, found))
+    assert copying.cancelled()
 
 
 IN_PLACE = SITE.model_copy(update={"device": SITE.device.model_copy(update={"outer_step": "in_place"})})

@@ -14,6 +14,7 @@ import pytest
 
 from diloco.base.types import Member
 from diloco.exchange.lives import Lives
+from diloco.protocol.messages import Reply
 from diloco.protocol.streams import ProcessId, Welcome
 from diloco.protocol.view import Timing
 from diloco.transport import process as processes
@@ -116,15 +117,20 @@ def test_without_proc_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- lives of peers
 
 
-def test_a_life_is_over_when_its_process_is_gone(child: tuple[subprocess.Popen[bytes], ProcessId]) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "10.0.0.1:1", "example.org:1"])
+def test_a_life_is_over_when_its_process_is_gone(
+    address: str, child: tuple[subprocess.Popen[bytes], ProcessId]
+) -> None:
+    """Whatever its address: the far end says which machine it is of."""
     process, name = child
-    lives, link = asked(welcome(name))
-    assert not lives.proven(B)
+    member = replace(B, address=address)
+    lives, link = asked(welcome(name, member), member)
+    assert not lives.proven(member)
     process.kill()
     process.wait()
-    assert lives.proven(B)
-    assert not lives.proven(replace(B, incarnation=6)), "its next life has a process of its own"
-    asyncio.run(lives.ask(B))
+    assert lives.proven(member)
+    assert not lives.proven(replace(member, incarnation=6)), "its next life has a process of its own"
+    asyncio.run(lives.ask(member))
     assert link.asked == 1
 
 
@@ -176,3 +182,18 @@ def test_a_forwarder_that_ended_proves_nothing() -> None:
 
     member = B
     asyncio.run(play())
+
+
+def test_a_refusal_counts_while_all_who_reply_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("diloco.exchange.lives.monotonic_s", lambda: now_s)
+    lives = Lives(Answering(None), Timing(1.0, 4.0, 4.0))
+    assert lives.refusal() is Reply.OK, "nobody has replied"
+    lives.replied("b", Reply.UNREACHED)
+    lives.replied("b", Reply.STALE)
+    assert lives.refusal() is Reply.UNREACHED
+    lives.replied("c", Reply.OK)
+    assert lives.refusal() is Reply.OK, "c reaches us"
+    now_s = 4.5
+    lives.replied("b", Reply.UNREACHED)
+    assert lives.refusal() is Reply.UNREACHED, "c has replied nothing lately"
