@@ -98,14 +98,16 @@ def test_what_fails_while_a_message_is_handled_ends_the_exchange(
     world: LocalWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has done half of what it decided. The sender is answered with an error, and nobody else would know."""
-    broken = world.peers[0]
+    exchange = world.peers[0].peer.exchange
+    monkeypatch.setattr(exchange.machine, "receive", lambda envelope, now_s: 1 / 0)
 
-    def fails(envelope: Any, now_s: float) -> Any:
-        raise ZeroDivisionError
+    def receive() -> None:
+        with pytest.raises(ZeroDivisionError):
+            exchange.receive(None)  # type: ignore[arg-type]
+        with pytest.raises(ZeroDivisionError):
+            exchange.raise_failure()
 
-    monkeypatch.setattr(broken.peer.exchange.machine, "receive", fails)
-    with pytest.raises(ZeroDivisionError):
-        broken.round()
+    world.ask(receive)  # before another peer's message comes
 
 
 def test_a_copy_ends_with_what_is_found_out_meanwhile() -> None:
