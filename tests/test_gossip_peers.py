@@ -121,16 +121,18 @@ def test_what_is_trained_while_a_swap_is_on_its_way_is_kept(make: Callable[..., 
 def test_peers_that_pull_apart_stay_together_and_end_alike(make: Callable[..., World]) -> None:
     world = make(3, run={"name": "gossip", "total_tokens": 3 * 40 * TOKENS}, inner={"steps": 2})
     all_done = lambda: all(peer.peer.finishing for peer in world.peers)  # noqa: E731
-    world.until(all_done, "the run has its tokens", *world.peers)
+    world.until(all_done, "the run has its tokens", *world.peers, ahead=5)
     assert sum(peer.peer.tokens for peer in world.peers) >= 3 * 40 * TOKENS
-    assert all(len(peer.events("swap")) > 5 for peer in world.peers)
+    assert sum(len(peer.events("swap")) for peer in world.peers) >= (3 * 40 - 3 * 5) / 5
+    at_rest = lambda: not any(peer.peer.exchange.busy or peer.peer._steps >= 2 for peer in world.peers)  # noqa: E731
+    world.until(at_rest, "the last swaps with momentum have ended")
     wholes = torch.stack([peer.local for peer in world.peers]).mean(dim=0)
     finish(world.peers)
     assert all(peer.peer.spread is not None and peer.peer.spread <= 0.005 for peer in world.peers)
     for one in world.peers:
         assert torch.equal(one.local, one.anchor)
         assert spread(one.anchor, world.peers[0].anchor) <= 0.01
-        assert torch.allclose(one.anchor, wholes, rtol=0.1)  # but for swaps that were under way, with their momentum
+        assert torch.allclose(one.anchor, wholes, rtol=0.02)  # plain swaps leave the mean of all as it was
 
 
 def finish(peers: list[Gossiper]) -> None:
