@@ -547,7 +547,7 @@ def test_a_limit_is_shared_by_all_streams_and_is_no_stall_and_holds_up_no_messag
         for address in addresses:
             await net.link.send_parts(address, HEADER, stream(Part(9, b"connected")), 5.0)
         started = time.monotonic()
-        sends = [net.link.send_parts(address, HEADER, stream(*halves), 0.5) for address in addresses * 2]
+        sends = [net.link.send_parts(address, HEADER, stream(*halves), 1.0) for address in addresses * 2]
         sending = asyncio.gather(*sends)
         await until(lambda: any(len(service.parts) > 1 for service in services))
         assert await net.link.deliver(addresses[0], ENVELOPE) is m.Reply.OK
