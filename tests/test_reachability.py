@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.observe.screen import status_text
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract
 
 pytestmark = pytest.mark.slow
@@ -28,6 +29,8 @@ def test_a_joiner_that_nobody_reaches_is_refused_and_the_run_goes_on(tmp_path: P
         since_s, before = time.monotonic(), a.version()
         status = json.loads(run_cli("status", a.ticket(), "--json").stdout)
         assert {one["peer"]: one["reached"] for one in status["peers"]} == {"a": True, "hidden": False}
+        screen = status_text(status)
+        assert f"nobody reaches {address}: hidden must let connections in there, or set network.advertise" in screen
         assert hidden.wait() == 11
         assert time.monotonic() - since_s < TOLD_S + 10  # the machine may be busy
         assert f"nobody reaches {address}" in hidden.log.read_text()

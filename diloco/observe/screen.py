@@ -316,6 +316,12 @@ def status_text(status: Mapping[str, Any]) -> str:
     if status.get("mean_lost_with"):
         names = ", ".join(map(readable_text, status["mean_lost_with"]))
         lines.append(f"the mean of an accepted version is with none that lives: bring back, or evict, {names}")
+    lines += [
+        f"nobody reaches {readable_text(peer['address'])}: {readable_text(peer['peer'])} must let connections in "
+        "there, or set network.advertise"
+        for peer in peers
+        if _unreached(peer)
+    ]
     if "spread" in status:  # gossip: between each peer and the other of its latest swap
         agreement = ["spread", *(readable_share(peer["spread"]) for peer in peers)]
     else:
@@ -337,8 +343,13 @@ def status_text(status: Mapping[str, Any]) -> str:
 
 def _standing(peer: Mapping[str, Any]) -> str:
     """A peer on the screen of `diloco status`: its phase, or why it has none."""
-    if not peer.get("reached", True) and peer["heard_s_ago"] < HEARD_S:  # under gossip nobody asks
+    if _unreached(peer):
         return "not reached"
     if not peer["alive"]:
         return "silent"
     return readable_text(peer["phase"]) if peer["in_view"] else "at the door"
+
+
+def _unreached(peer: Mapping[str, Any]) -> bool:
+    """Whether a peer on the screen of `diloco status` is heard, and nobody reaches it. Under gossip nobody asks."""
+    return not peer.get("reached", True) and peer["heard_s_ago"] < HEARD_S

@@ -43,8 +43,6 @@ class Membership:
         self._bequests: dict[str, tuple[Member, m.Goodbye]] = {}
         """Goodbyes that came before the commit of the view in which their senders vote."""
         self._heartbeat_at = post.now
-        self._turned_away = "", 0
-        """The latest life that was told that nobody reaches it."""
 
     # ------------------------------------------------------------ what others may ask
 
@@ -174,8 +172,7 @@ class Membership:
         joins = isinstance(body, m.Heartbeat) and body.joining
         if not joins or not self.roster.is_unreached(joiner, self._post.now):
             return False
-        if (joiner.peer, joiner.incarnation) != self._turned_away:
-            self._turned_away = joiner.peer, joiner.incarnation
+        if self.roster.turns_away(joiner):
             self._post.emit(m.Note(f"nobody reaches {joiner.address}, so that {joiner.peer} cannot join", False))
         return True
 

@@ -84,6 +84,8 @@ class RosterEntry:
     """Time at which a heartbeat first had its latest count of bytes that moved in rounds."""
     unreachable: bool = False
     """Nothing could be delivered to it since it answered last."""
+    turned_away: bool = False
+    """It asked to join, and nobody reaches it: it was told, and so were people here."""
     left: bool = False
     former: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_FORMER_LIVES))
 
@@ -226,6 +228,14 @@ class Roster:
         known = self._entries.get(member.peer)
         patient = known is None or now - known.since_s <= REACHED_WITHIN * self.suspect_s
         return known is not None and known.answered_at_s is None and not patient
+
+    def turns_away(self, joiner: Member) -> bool:
+        """Note on the roster that a joiner is turned away. False: it was before."""
+        known = self._entries.get(joiner.peer)
+        if known is None or known.turned_away:
+            return False
+        known.turned_away = True
+        return True
 
     def left(self, peer: str) -> None:
         """Note on the roster that `peer` said goodbye."""
