@@ -320,7 +320,7 @@ def status_text(status: Mapping[str, Any]) -> str:
         f"nobody reaches {readable_text(peer['address'])}: {readable_text(peer['peer'])} must let connections in "
         "there, or set network.advertise"
         for peer in peers
-        if _unreached(peer)
+        if _unreached(peer) and not peer["in_view"]
     ]
     if "spread" in status:  # gossip: between each peer and the other of its latest swap
         agreement = ["spread", *(readable_share(peer["spread"]) for peer in peers)]
