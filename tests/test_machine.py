@@ -504,7 +504,7 @@ def test_an_heir_is_bound_by_what_the_leaver_accepted_and_promised() -> None:
 
 @pytest.mark.parametrize(("version", "votes"), [(8, ("b", "c")), (7, ("b",))])
 def test_a_late_goodbye_gives_no_votes_of_its_own_view(version: int, votes: tuple[str, ...]) -> None:
-    """Who had left that view, and given its vote to the leaver, may be a member again and vote for itself."""
+    """A peer that had left that view, and given its vote to the leaver, may be a member again and vote for itself."""
     machine = standing(7)
     assert machine.commit is not None
     goodbye = m.Goodbye(version, 0, "a", ("c",), -1, None)
@@ -673,6 +673,20 @@ def test_who_was_deaf_is_heard_again() -> None:
         assert machine.roster.alive(B, sequence) is not deaf
     assert not machine.roster.deaf(7.0)
     assert machine.roster.deaf(7.1)
+
+
+def test_each_joiner_that_nobody_reaches_is_told_of_once() -> None:
+    machine = standing(7)
+    notes: list[str] = []
+    for second in range(10):
+        for name in ("x", "y"):
+            joiner = Member(name, 1, f"{name}:1")
+            beat = m.Heartbeat(-1, False, True, Progress())
+            envelope = m.Envelope("run", "contract", "lineage", joiner, "", second + 1, beat)
+            reply, effects = machine.receive(envelope, second)
+            notes += [effect.reason for effect in effects if isinstance(effect, m.Note)]
+    assert reply is m.Reply.UNREACHED
+    assert notes == [f"nobody reaches {name}:1, so that {name} cannot join" for name in ("x", "y")]
 
 
 def test_three_offences_bar_a_peer() -> None:

@@ -85,7 +85,7 @@ class RosterEntry:
     unreachable: bool = False
     """Nothing could be delivered to it since it answered last."""
     turned_away: bool = False
-    """It asked to join, and nobody reaches it: it was told, and so were people here."""
+    """It asks to join and nobody reaches it, as people here have been told."""
     left: bool = False
     former: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_FORMER_LIVES))
 
@@ -230,12 +230,10 @@ class Roster:
         return known is not None and known.answered_at_s is None and not patient
 
     def turns_away(self, joiner: Member) -> bool:
-        """Note on the roster that a joiner is turned away. False: it was before."""
-        known = self._entries.get(joiner.peer)
-        if known is None or known.turned_away:
-            return False
-        known.turned_away = True
-        return True
+        """Note on the roster that a joiner, which is heard, is turned away. Returns whether that is news."""
+        known = self._entries[joiner.peer]
+        news, known.turned_away = not known.turned_away, True
+        return news
 
     def left(self, peer: str) -> None:
         """Note on the roster that `peer` said goodbye."""
