@@ -8,7 +8,6 @@ Nobody has a thread of its own: a test says who does an inner step.
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -205,21 +204,13 @@ class World:
             peer.peer.exchange.greet(self.peers[0].peer.exchange.me)
         return all(len(peer.peer.exchange.alive()) >= others for peer in self.peers)
 
-    def until(
-        self,
-        condition: Callable[[], Any],
-        what: str,
-        *trainers: Gossiper,
-        deadline_s: float = 20.0,
-        ahead: float = math.inf,
-    ) -> Any:
-        """Let these do inner steps, and all others serve, until the condition holds. A trainer with `ahead` inner steps
-        that no swap has counted serves, too: a slow machine has no fewer swaps then."""
+    def until(self, condition: Callable[[], Any], what: str, *trainers: Gossiper, deadline_s: float = 20.0) -> Any:
+        """Let these do inner steps, and all others serve, until the condition holds."""
 
         def turn() -> Any:
             for peer in self.peers:
                 if not peer.dead:
-                    if peer in trainers and peer.peer._steps < ahead:
+                    if peer in trainers:
                         peer.step()
                     else:
                         peer.peer.between_steps()
