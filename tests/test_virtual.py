@@ -263,8 +263,8 @@ def test_a_version_that_is_not_made_of_what_was_recorded_is_noticed() -> None:
 
 @pytest.mark.slow(queued=False)
 def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> None:
-    """Three times as many peers: as many versions, which count more than twice as many; heartbeats go from all to all,
-    a commit from one peer to each, twice at most."""
+    """Three times as many peers: about as many versions, and three times as many contributions; heartbeats go from all
+    to all, a commit from one peer to each, twice at most."""
     small, large = (
         measure_swarm(SwarmOptions(peers, seconds=20.0, speeds=(0.4, 1.0), churn_per_minute=0.6, round_s=6.0))
         for peers in (6, 18)
@@ -277,8 +277,8 @@ def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> 
         assert sum(result["faults"].values()) > 0
         commits = result["bytes_per_peer_per_s_by_kind"]["Committed"] * result["seconds"]
         assert commits < 2 * result["versions"] * result["commit_bytes"]
-    small_count, large_count = (result["versions"] * result["contributors"] for result in (small, large))
-    assert large_count > 2 * small_count
+    few, many = (result["versions"] * result["contributors"] for result in (small, large))
+    assert 2.5 * few < many
     assert large["versions"] <= 2 * small["versions"]
     assert large["upload_sizes"] < 1.5 * small["upload_sizes"]
     one, three = (result["bytes_per_peer_per_s_by_kind"] for result in (small, large))
