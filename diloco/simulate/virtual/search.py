@@ -263,7 +263,7 @@ def read_plan(path: Path) -> FaultPlan:
     try:
         return parse(path.read_text().partition(f"\n{RULE}\n")[0])
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", "give a text that begins with a plan") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", "give a file that begins with a plan") from error
 
 
 def narrate(plan: FaultPlan) -> Outcome:
