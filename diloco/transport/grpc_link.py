@@ -30,7 +30,7 @@ from diloco.protocol.streams import Limits, Part, StateOffer, StreamHeader, Welc
 from diloco.transport.address import join_address, split_address
 from diloco.transport.grpc_server import REPLY_KEY, parsed, progress
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, untold
-from diloco.transport.pace import Outbox, RateLimit, Uplink
+from diloco.transport.pace import Outbox, RateLimit, UnderWay, Uplink
 from diloco.wire import convert
 from diloco.wire.chunks import MESSAGE_BYTES, MessageSize, PartAssembler, cut
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
@@ -52,9 +52,8 @@ rule, and gRPC keeps 60 kB for each address, connected or not."""
 
 _CONTROL, _BULK = 0, 1
 """Numbers of the connections to one address: control messages, and from here on bulk."""
-_FIRST_MESSAGE_BYTES = 1 << 19
-"""Most payload of a stream's first message: the network may have become slow since the last stream. At 1 Mb/s it takes
-4 s."""
+_UNDER_WAY_BYTES = 2 * MESSAGE_BYTES
+"""Bytes that may be under way in the first stream to an address, before its rate is known."""
 
 KEEP_ALIVE_S = 20.0
 """A stream that has nothing to send for so long sends an empty message. Before a mean is made a slow link may need
@@ -111,9 +110,9 @@ class GrpcLink(Link):
                 try:
                     for connection in self._bulk:
                         call = connections.peer(connection).SendParts()  # type: ignore[call-arg]  # may be left out
-                        size = connections.sizes[connection]
-                        size.message_bytes = min(size.message_bytes, _FIRST_MESSAGE_BYTES)
-                        sending = _Sending(call, stall_s, self._limit, self._uplink, size, self._progress, taken)
+                        size, way = connections.sizes[connection], connections.ways[connection].anew()
+                        connections.ways[connection] = way
+                        sending = _Sending(call, stall_s, self._limit, self._uplink, size, way, self._progress, taken)
                         streams.append(asyncio.create_task(sending.run(first, outbox)))
                     for stream in asyncio.as_completed(streams):
                         if (reply := await stream) is not Reply.OK:
@@ -121,6 +120,7 @@ class GrpcLink(Link):
                     return Reply.OK
                 except LinkSlow:
                     connections.sizes.clear()
+                    connections.ways.clear()
                     raise
                 finally:  # what one stream raises or answers other than OK ends the others
                     for running in streams:
@@ -259,6 +259,7 @@ class _Connections:
         self._open = open_
         self._channels: dict[int, tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
         self.sizes: defaultdict[int, MessageSize] = defaultdict(MessageSize)
+        self.ways: defaultdict[int, UnderWay] = defaultdict(lambda: UnderWay(_UNDER_WAY_BYTES))
         """By connection, as its last streams left them: a new stream need not measure again how fast it is."""
         self.calls = 0
         """Calls that are under way."""
@@ -301,6 +302,8 @@ class _Sending:
     the two, either alone may pause for longer than `stall_s` on a slow link. As long as others take something, this
     stream may only wait for its share of the uplink. Waiting for parts, or for the turn that `limit` gives, is our own
     business. What the receiver takes while more is there for it goes to `uplink`.
+
+    No more is sent than `way` allows to be under way: control messages share buffers on the way with it.
     """
 
     call: grpc.aio.StreamStreamCall[parts_pb2.SendPartsRequest, parts_pb2.SendPartsReply]
@@ -308,6 +311,7 @@ class _Sending:
     limit: RateLimit
     uplink: Uplink
     size: MessageSize
+    way: UnderWay
     others: _Progress
     """Progress of all streams of the link."""
     taken: Callable[[int], None]
@@ -317,8 +321,8 @@ class _Sending:
     """Whether we wait for parts or for our turn, and not for the receiver."""
     fed_since_s: float = math.inf
     """Since then there was always something to send."""
-    sent_bytes: int = 0
-    """Payload taken from the outbox so far."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """The receiver has taken more."""
 
     async def run(self, first: parts_pb2.SendPartsRequest, outbox: Outbox) -> Reply:
         """Send parts from the shared outbox over this gRPC stream. Returns the receiver's answer."""
@@ -369,14 +373,18 @@ class _Sending:
                 yield parts_pb2.SendPartsRequest(chunks=parts_pb2.Chunks())
                 continue
             self.fed_since_s = min(self.fed_since_s, monotonic_s())
-            self.sent_bytes += sum(len(part.payload) for part in parts)
             if not parts:
                 return
             for message in cut(parts, parts_pb2.SendPartsRequest, self.size):
+                size_bytes = sum(len(chunk.payload) for chunk in message.chunks.chunks)
+                while not self.way.allows(size_bytes):
+                    self.news.clear()
+                    await self.news.wait()
                 delay_s = self.limit.delay_s(message.ByteSize(), monotonic_s())
                 if delay_s > 0:
                     with self._pause():
                         await asyncio.sleep(delay_s)
+                self.way.sent(size_bytes, monotonic_s())
                 yield message
 
     @contextmanager
@@ -388,21 +396,27 @@ class _Sending:
         self.moved_at_s = monotonic_s()
 
     async def _answer(self) -> control_pb2.DeliverReply:
-        """The receiver's answer to the gRPC stream. Until then its reports of bytes taken set `size` and `uplink`."""
-        taken_bytes, reported_at_s, full = 0, monotonic_s(), False
+        """The receiver's answer to the gRPC stream. Before it, reports of bytes taken set `size`, `way`, `uplink`."""
+        way, reported_at_s, full = self.way, monotonic_s(), False
         async for reply in self.call:
             if _there(reply).HasField("reply"):
                 return reply.reply
-            if not taken_bytes < reply.taken_bytes <= self.sent_bytes:
+            taken_bytes = reply.taken_bytes - way.taken_bytes
+            if not 0 < taken_bytes <= way.bytes:
                 continue  # a report of no progress, or of bytes that were never sent
             now_s = self.moved_at_s = self.others.moved_at_s = monotonic_s()
-            self.taken(reply.taken_bytes - taken_bytes)
+            self.taken(taken_bytes)
             fed = full and self.fed_since_s <= reported_at_s
-            self.size.measured(reply.taken_bytes - taken_bytes, now_s - reported_at_s, fed)
+            way.took(reply.taken_bytes, self.fed_since_s, now_s)
+            self.size.measured(taken_bytes, now_s - reported_at_s, fed)
+            self.size.message_bytes = min(self.size.message_bytes, way.limit_bytes // 2)
             if fed:
-                self.uplink.took(reply.taken_bytes - taken_bytes, reported_at_s, now_s)
-            taken_bytes, reported_at_s = reply.taken_bytes, now_s
-            full = self.sent_bytes - taken_bytes >= MESSAGE_BYTES  # with less, it is not the link that we wait for
+                self.uplink.took(taken_bytes, reported_at_s, now_s)
+            reported_at_s = now_s
+            full = way.bytes >= min(
+                MESSAGE_BYTES, way.limit_bytes // 2
+            )  # with less, it is not the link that we wait for
+            self.news.set()
         raise LinkRefused(Reply.MALFORMED, "a stream of parts was not answered")
 
 

@@ -18,7 +18,6 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
 from diloco.identity.keys import Keys
 from diloco.protocol.messages import Reply
@@ -193,21 +192,43 @@ class _Handlers(PeerServicer):
             return await self._service.on_parts(header, parts)
 
     async def _parts(self, context: Context, header: StreamHeader) -> AsyncGenerator[Part, None]:
-        """Parts that arrive in a gRPC stream. Reports to the sender every `REPORT_S` how many bytes were taken."""
+        """Parts that arrive in a gRPC stream. The sender gets reports of how many bytes were taken."""
         assembler = PartAssembler(self._service.max_part_bytes)
-        reported_at_s = 0.0
-        while (request := await self._read(context)) is not None:
-            if request.WhichOneof("content") != "chunks":
-                raise LinkRefused(Reply.MALFORMED, "a stream of parts has one header")
-            before_bytes = assembler.taken_bytes
-            joined = parsed(assembler.join, request.chunks)
-            self._service.on_bytes(header, assembler.taken_bytes - before_bytes)
-            for part in joined:
-                yield part
-            if monotonic_s() - reported_at_s >= REPORT_S:
-                await self._write(context, parts_pb2.SendPartsReply(taken_bytes=assembler.taken_bytes))
-                reported_at_s = monotonic_s()
+        async with self._reporting(context, assembler) as news:
+            while (request := await self._read(context)) is not None:
+                if request.WhichOneof("content") != "chunks":
+                    raise LinkRefused(Reply.MALFORMED, "a stream of parts has one header")
+                before_bytes = assembler.taken_bytes
+                joined = parsed(assembler.join, request.chunks)
+                news.set()
+                self._service.on_bytes(header, assembler.taken_bytes - before_bytes)
+                for part in joined:
+                    yield part
         parsed(PartAssembler.finish, assembler)
+
+    @asynccontextmanager
+    async def _reporting(self, context: Context, assembler: PartAssembler) -> AsyncIterator[asyncio.Event]:
+        """Report to the sender of a gRPC stream how many bytes were taken: soon after each `news`, and no more often
+        than every `REPORT_S`. A sender waits for reports: the last must not wait for more bytes."""
+        news, writing = asyncio.Event(), asyncio.Lock()
+
+        async def report() -> None:
+            while True:
+                await news.wait()
+                news.clear()
+                async with writing:
+                    await self._write(context, parts_pb2.SendPartsReply(taken_bytes=assembler.taken_bytes))
+                await asyncio.sleep(REPORT_S)
+
+        reporting = asyncio.create_task(report())
+        try:
+            yield news
+        finally:
+            try:
+                await writing.acquire()  # gRPC takes no other message after a write that was cancelled
+            finally:
+                reporting.cancel()
+                await asyncio.gather(reporting, return_exceptions=True)
 
     async def _read(self, context: Context) -> Any | None:
         """The next message of a gRPC stream from another peer; None at its end."""

@@ -1,4 +1,5 @@
-"""Sending of parts: the outbox that collects them, the limit of the rate, and its measurement. No I/O.
+"""Sending of parts: the outbox that collects them, limits of the rate and of what is under way, and the uplink's
+measurement. No I/O.
 
 The state for a joiner shares a peer's uplink and cores with its training, which goes first; and a peer's rounds may
 share an uplink with the peer's owner.
@@ -94,6 +95,72 @@ class Uplink:
         measured_bps = median(self._fastest.values()) if len(self._fastest) >= MIN_VERSIONS else math.inf
         bps = min(measured_bps, self._limit_bps)
         return int(bps) if math.isfinite(bps) else 0
+
+
+QUEUE_S = 0.5
+"""Seconds of a stream's bytes that may wait on their way: in buffers of this machine, of a router, of the receiver.
+Routers hold back seconds of traffic, and heartbeats, votes and reports wait behind it."""
+MIN_UNDER_WAY_BYTES = 1 << 15
+"""Least that may be under way: eight streams of that are a second of a link of 2 Mbit/s."""
+SAMPLES = 8
+"""Reports of a receiver of which the fastest counts: that of a busy one comes late."""
+
+
+class UnderWay:
+    """Bound on the bytes of one stream that were sent, and that its receiver has not reported as taken.
+
+    It is the stream's rate times QUEUE_S and the time of the way itself. The rate of a report is what the receiver took
+    from the moment when the last bytes in it were sent, divided by that time (a delivery rate as in BBR, Cardwell et
+    al. 2016): so bytes that come in bursts do not look fast. Streams that share a link have shares of its rate, so that
+    all together keep it full, and hold up what comes behind them by QUEUE_S.
+
+    Args:
+        limit_bytes: bound at the beginning, before anything is measured.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._sent_bytes = self.taken_bytes = 0
+        self._sent: deque[tuple[int, int, float]] = deque()
+        """By message: bytes sent with it, bytes taken before it, and when it was sent."""
+        self._way_s = math.inf
+        """Least time from sending to report."""
+        self._rates: deque[float] = deque(maxlen=SAMPLES)
+        """Bytes per second."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the stream that are under way."""
+        return self._sent_bytes - self.taken_bytes
+
+    def anew(self) -> UnderWay:
+        """The bound for the next stream to the same address, which need not measure again how fast it is."""
+        return UnderWay(self.limit_bytes)
+
+    def allows(self, size_bytes: int) -> bool:
+        """Whether so many bytes more may be under way in the stream; one message always may."""
+        return not self.bytes or self.bytes + size_bytes <= self.limit_bytes
+
+    def sent(self, size_bytes: int, now_s: float) -> None:
+        """A message of the stream with so many bytes of parts is sent."""
+        self._sent_bytes += size_bytes
+        self._sent.append((self._sent_bytes, self.taken_bytes, now_s))
+
+    def took(self, taken_bytes: int, fed_since_s: float, now_s: float) -> None:
+        """The stream's receiver has taken so many bytes in all. `fed_since_s`: since then there was more to send."""
+        self.taken_bytes = taken_bytes
+        last = None
+        while self._sent and self._sent[0][0] <= taken_bytes:
+            last = self._sent.popleft()
+        if last is None:
+            return
+        _, before_bytes, sent_at_s = last
+        took_s = max(now_s - sent_at_s, 1e-6)
+        self._way_s = min(self._way_s, took_s)
+        rate, within_s = (taken_bytes - before_bytes) / took_s, self._way_s + QUEUE_S
+        if fed_since_s <= sent_at_s or rate * within_s > self.limit_bytes:  # else it had no more to take
+            self._rates.append(rate)
+            self.limit_bytes = max(int(max(self._rates) * within_s), MIN_UNDER_WAY_BYTES)
 
 
 AHEAD_BYTES = 1 << 20
