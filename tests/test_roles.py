@@ -21,7 +21,7 @@ MOST_ATTRIBUTES = 12
 MUTATORS = CONTAINERS.union(*(changing_methods((FOLDER / f"{name}.py").read_text()) for name in PARTS))
 
 
-def own_attributes(role: ast.ClassDef) -> set[str]:
+def own_attributes(role: ast.AST) -> set[str]:
     """Attributes that the methods of a role assign, without what it was given."""
     assigned = [node for node in written(role) if isinstance(node.value, ast.Name) and node.value.id == "self"]
     return {node.attr for node in assigned if isinstance(node, ast.Attribute)} - GIVEN
@@ -52,6 +52,15 @@ def test_a_role_has_few_attributes_of_its_own_and_never_the_machine() -> None:
     for source, role in roles():
         assert len(own_attributes(role)) <= MOST_ATTRIBUTES, (role.name, own_attributes(role))
         assert "machine" not in source.lower().replace("state machine", ""), role.name
+
+
+def test_a_part_of_a_role_has_few_attributes_of_its_own() -> None:
+    sources = [ast.parse((FOLDER / f"{name}.py").read_text()) for name in PARTS]
+    classes = [node for source in sources for node in source.body if isinstance(node, ast.ClassDef)]
+    assert {"Reduction", "Roster", "Electorate"} <= {part.name for part in classes}
+    assert {
+        part.name: len(own_attributes(part)) for part in classes if len(own_attributes(part)) > MOST_ATTRIBUTES
+    } == {}
 
 
 def test_what_changes_a_part_of_a_role_is_known() -> None:

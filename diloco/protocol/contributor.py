@@ -50,7 +50,7 @@ class Contributor:
     def moves(self) -> bool:
         """Whether bytes of the reduction under way moved here lately."""
         reduction = self.reduction
-        return reduction is not None and self._post.now - reduction.progress_at_s < self._timing.stall_s
+        return reduction is not None and self._post.now - reduction.times.moved_at_s < self._timing.stall_s
 
     def holds(self, mean_digest: str) -> bool:
         """Whether this mean is here, whole."""
@@ -80,13 +80,13 @@ class Contributor:
         if reduction is None:
             return math.inf
         others = [member.peer for member in reduction.begin.receivers]
-        return self._post.now - max(reduction.progress_at_s, self.membership.roster.moved_at_s(others))
+        return self._post.now - max(reduction.times.moved_at_s, self.membership.roster.moved_at_s(others))
 
     def took_s(self, version: int) -> float | None:
         """Seconds since the reduction of that version began; None: it is not under way here."""
         reduction = self.reduction
         begun = reduction is not None and reduction.begin.version == version
-        return self._post.now - reduction.began_at_s if reduction is not None and begun else None
+        return self._post.now - reduction.times.began_at_s if reduction is not None and begun else None
 
     def _reduction_for(self, item: m.OfAttempt) -> Reduction | None:
         """The reduction under way in the state machine, if a message or event is of its attempt."""
@@ -229,7 +229,7 @@ class Contributor:
         if reduction is None or reduction.key != (event.version, event.attempt) or not reduction.complete:
             return False
         reduction.mean_digest = event.mean_digest
-        reduction.progress_at_s = self._post.now
+        reduction.times.moved_at_s = self._post.now
         return True
 
     # ------------------------------------------------------------ bytes that do not come
@@ -239,7 +239,7 @@ class Contributor:
         if event.moved_bytes > self.moved_bytes:
             self.moved_bytes = event.moved_bytes
             if self.reduction is not None:
-                self.reduction.moved(self._post.now)
+                self.reduction.times.moved_at_s = self._post.now
 
     def check(self) -> None:
         """When parts do not come, send `Stalled` to the coordinator, which repairs the attempt or gives it up.
@@ -249,22 +249,22 @@ class Contributor:
         reduction, now, membership = self.reduction, self._post.now, self.membership
         if reduction is None:
             return
-        silent, stall_s = now - reduction.progress_at_s, self._timing.stall_s
+        silent, stall_s = now - reduction.times.moved_at_s, self._timing.stall_s
         grace_s, alone_s = self._rules.policy.at(self.chain.making, ending=False).bytes_grace(self.chain.sync_s)
         reduction.look(now, max(grace_s, stall_s), max(alone_s, stall_s))
-        late, attempt = now > reduction.until_s, self.acceptor.attempt
+        late, attempt = now > reduction.times.until_s, self.acceptor.attempt
         waited_for = set(reduction.contributors) - reduction.gone
         members = [member for member in reduction.begin.receivers if member.peer in waited_for]
         dead = [member.peer for member in members if not membership.lives(member)]
         if self.still_s() > 3 * stall_s:
             self._post.next_attempt(attempt + 1, f"attempt {attempt} made no progress for {silent:.1f} s")
-        elif now > reduction.until_s + 3 * stall_s:
+        elif now > reduction.times.until_s + 3 * stall_s:
             self._post.next_attempt(attempt + 1, f"attempt {attempt} is not over long after most were done")
         elif dead and self.coordinator.began(reduction.begin):
             self.coordinator.repair(dead, f"{', '.join(dead)} died in the reduction")
         elif (late or silent > stall_s) and not reduction.complete and now - self._complained_at > stall_s:
             self._complained_at = now
-            took_s = now - reduction.began_at_s
+            took_s = now - reduction.times.began_at_s
             reason = f"slower than most, after {took_s:.1f} s" if late else f"no bytes for {silent:.1f} s"
             stalled = m.Stalled(*reduction.key, reduction.missing(), reason, still=not late)
             self._post.send(self.acceptor.seat(attempt), stalled)

@@ -1,10 +1,10 @@
 """Bookkeeping of one attempt, without its bytes: the coordinator's tally of promises and votes (`Tally`), and on every
-peer the parts of the reduction that are here and missing (`Reduction`)."""
+peer the parts of the reduction that are here and missing (`Reduction`), with its own sums and its times."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from diloco.base.types import Commit, Counted, Member, Omitted
 from diloco.protocol.messages import Begin, Offer, Ready, Repair, Span
@@ -92,37 +92,114 @@ def as_counted(peer: str, offer: Offer) -> Counted:
     return Counted(peer, offer.base_version, offer.weight, offer.tokens, offer.blocks)
 
 
-class Reduction:
-    """One peer's bookkeeping of an attempt's reduction: which parts are here, which are missing and from whom.
+class Sums:
+    """The parts that this peer owns in a reduction: contributors whose bytes are missing, and what is averaged.
 
-    A part that I own may be averaged when the bytes of every contributor that is waited for are here; the sum is in
-    the order of `begin.contributors`, never of arrival. The mean is complete when every part of the fragment is here.
+    A part may be averaged when the bytes of every contributor that is waited for are here; the sum is in the order of
+    the contributors, never of arrival.
     """
 
-    def __init__(self, begin: Begin, me: str, now: float) -> None:
-        self.begin = begin
-        self.key = begin.key
-        self.me = me
-        self.began_at_s = self.progress_at_s = self._since_s = now
+    def __init__(self, contributors: Sequence[str], parts: Iterable[int]) -> None:
+        self._contributors = contributors
+        self._awaited = {part: set(contributors) for part in parts}
+        """Contributors whose bytes are missing, for each part."""
+        self._averaging: set[int] = set()
+
+    def take(self, sender: str, part: int) -> Set[str] | None:
+        """Note that `sender`'s `part` is here. Returns whose bytes to it are missing yet; None: not waited for."""
+        awaited = self._awaited.get(part)
+        if awaited is None or sender not in awaited or part in self._averaging:
+            return None
+        awaited.remove(sender)
+        return awaited
+
+    def average(self, part: int) -> tuple[str, ...]:
+        """Begin a part's sum: later bytes do not count in it. Returns contributors that it omits."""
+        self._averaging.add(part)
+        return tuple(peer for peer in self._contributors if peer in self._awaited[part])
+
+    def move(self, part: int, mine: bool) -> None:
+        """Give a part another owner, which asks all contributors for it again: this peer, if it is `mine`."""
+        self._awaited.pop(part, None)
+        self._averaging.discard(part)
+        if mine:
+            self._awaited[part] = set(self._contributors)
+
+    def ready(self, gone: Set[str]) -> list[int]:
+        """Parts whose sum waits for nobody but the `gone`."""
+        return [part for part, awaited in self.unfinished().items() if awaited <= gone]
+
+    def unfinished(self) -> dict[int, set[str]]:
+        """Contributors whose bytes are missing, for each part whose sum has not begun."""
+        return {part: awaited for part, awaited in self._awaited.items() if part not in self._averaging}
+
+
+class Times:
+    """When a reduction began and bytes moved in it last, and how long it waits for the few that still owe something."""
+
+    def __init__(self, now: float) -> None:
+        self.began_at_s = self.moved_at_s = self._since_s = now
         self.until_s = math.inf
         """Time until which the reduction waits for peers that still owe something, however they move (`look`)."""
         self._most_at_s = math.inf
         """Time since which most peers owe nothing."""
         self._owed: set[str] = set()
         """Peers that owed something, since the reduction began or was repaired."""
+
+    def repaired(self, now: float) -> None:
+        """Measure from now on: parts moved, and what is waited for is another thing."""
+        self.moved_at_s = self._since_s = now
+        self.until_s = self._most_at_s = math.inf
+        self._owed = set()
+
+    def look(self, now: float, owed: Set[str], few: bool, direct: bool, grace_s: float, alone_s: float) -> None:
+        """Set `until_s`: how long the reduction waits for those that owe something, if they are a `few`.
+
+        That is `grace_s` longer than others took, or `SLOWER` times as long: no constant says how long bytes may take.
+        Where nobody else owed anything, so that there is nothing to compare with, it is `alone_s`. `direct`: they owe
+        contributions. An owner that owes means may itself wait for a contributor, and is the first to complain of that.
+        """
+        self._owed |= owed
+        if not few:
+            self.until_s = self._most_at_s = math.inf
+            return
+        self._most_at_s = min(self._most_at_s, now)
+        took_s = self._most_at_s - self._since_s
+        others = len(self._owed) > len(owed)
+        wait_s = max(grace_s, SLOWER * took_s) if others else alone_s
+        self.until_s = self._most_at_s + wait_s * (2 if others and not direct else 1)
+
+
+class Reduction:
+    """One peer's bookkeeping of an attempt's reduction: which parts are here, which are missing and from whom.
+
+    The mean is complete when every part of the fragment is here.
+    """
+
+    def __init__(self, begin: Begin, me: str, now: float) -> None:
+        self.begin = begin
+        self.me = me
+        self.times = Times(now)
         self.mean_digest = ""
         self.generation = 0
         self.gone: frozenset[str] = frozenset()
         self.contributors = [counted.peer for counted in begin.contributors]
-        self.contributes = me in self.contributors
         self.owner = owner_of_parts(begin.spans)
         self.absent = set(self.owner)
         """Parts of the mean that are not here."""
         self.omitted: dict[int, tuple[str, ...]] = dict.fromkeys(self.owner, ())
         """Contributors that a part of the mean does not count."""
-        self._awaited = {part: set(self.contributors) for part, owner in self.owner.items() if owner == me}
-        """Contributors whose bytes are missing, for each part that is mine to average."""
-        self._averaging: set[int] = set()
+        self._sums = Sums(self.contributors, self.parts_of(me))
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Version and attempt of the reduction."""
+        return self.begin.key
+
+    @property
+    def contributes(self) -> bool:
+        """Whether this peer is one of the reduction's contributors."""
+        return self.me in self.contributors
 
     @property
     def complete(self) -> bool:
@@ -139,24 +216,22 @@ class Reduction:
 
     def contribution(self, sender: str, part: int, now: float) -> bool:
         """Note that `sender`'s `part` is here for the reduction. True when the part waits for nobody else."""
-        awaited = self._awaited.get(part)
-        if awaited is None or sender not in awaited or part in self._averaging:
+        awaited = self._sums.take(sender, part)
+        if awaited is None:
             return False
-        self.progress_at_s = now
-        awaited.remove(sender)
+        self.times.moved_at_s = now
         return awaited <= self.gone
 
     def average(self, part: int) -> tuple[str, ...]:
         """Begin a part's average in the reduction: later bytes do not count in it. Returns contributors it omits."""
-        self._averaging.add(part)
-        self.omitted[part] = tuple(peer for peer in self.contributors if peer in self._awaited[part])
+        self.omitted[part] = self._sums.average(part)
         return self.omitted[part]
 
     def mean(self, part: int, sender: str, omitted: Sequence[str], now: float) -> bool:
         """Note that `part` of the reduction's mean came from its owner. True when that was the last one missing."""
         if self.owner.get(part) != sender or part not in self.absent:
             return False
-        self.progress_at_s = now
+        self.times.moved_at_s = now
         self.absent.remove(part)
         self.omitted[part] = tuple(omitted)
         return self.complete
@@ -168,20 +243,15 @@ class Reduction:
         """
         self.generation = repair.generation
         self.gone |= frozenset(repair.gone)
-        self.progress_at_s = self._since_s = now
-        self.until_s = self._most_at_s = math.inf
-        self._owed = set()
+        self.times.repaired(now)
         after = owner_of_parts(repair.spans)
         moved = {part: owner for part, owner in after.items() if self.owner[part] != owner}
         self.owner = after
         self.absent |= moved.keys()
         self.mean_digest = "" if moved else self.mean_digest
         for part, owner in moved.items():
-            self._awaited.pop(part, None)
-            self._averaging.discard(part)
-            if owner == self.me:
-                self._awaited[part] = set(self.contributors)
-        return as_spans(moved), [part for part, awaited in self._unfinished().items() if awaited <= self.gone]
+            self._sums.move(part, mine=owner == self.me)
+        return as_spans(moved), self._sums.ready(self.gone)
 
     def missing(self) -> tuple[str, ...]:
         """Peers that the reduction waits for: contributors to my parts first, then owners of parts of the mean."""
@@ -189,35 +259,17 @@ class Reduction:
 
     def _late_contributors(self) -> set[str]:
         """Contributors that the reduction still waits for, to parts of mine."""
-        late = {peer for awaited in self._unfinished().values() for peer in awaited}
+        late = {peer for awaited in self._sums.unfinished().values() for peer in awaited}
         return late - self.gone - {self.me}
 
-    def moved(self, now: float) -> None:
-        """Note that bytes of parts moved in the reduction, here."""
-        self.progress_at_s = now
-
     def look(self, now: float, grace_s: float, alone_s: float) -> None:
-        """Set `until_s`: how long the reduction waits for a few, when most peers owe nothing more.
+        """Set how long the reduction waits for a few, when most peers owe nothing more (`Times.look`).
 
-        That is `grace_s` longer than others took, or `SLOWER` times as long: no constant says how long bytes may take.
-        Where nobody else owed anything, so that there is nothing to compare with, it is `alone_s`. For half of all
-        peers or more it has no end: without their votes there is no commit.
+        For half of all peers or more that has no end: without their votes there is no commit.
         """
-        owed = self.missing()
-        self._owed.update(owed)
-        if not owed or 2 * len(owed) >= len(self.begin.receivers):
-            self.until_s = self._most_at_s = math.inf
-            return
-        self._most_at_s = min(self._most_at_s, now)
-        took_s = self._most_at_s - self._since_s
-        others = len(self._owed) > len(owed)
-        wait_s = max(grace_s, SLOWER * took_s) if others else alone_s
-        # An owner may itself wait for a contributor, and is the first to complain of that.
-        self.until_s = self._most_at_s + wait_s * (2 if others and not self._late_contributors() else 1)
-
-    def _unfinished(self) -> dict[int, set[str]]:
-        """Contributors that the reduction still waits for, for each part of mine that is not averaged yet."""
-        return {part: awaited for part, awaited in self._awaited.items() if part not in self._averaging}
+        owed = {*self.missing()}
+        few = 0 < 2 * len(owed) < len(self.begin.receivers)
+        self.times.look(now, owed, few, bool(self._late_contributors()), grace_s, alone_s)
 
     def counted(self) -> tuple[tuple[Counted, ...], tuple[Omitted, ...]]:
         """Contributors that the commit of this reduction counts, and the parts in which one of them does not count."""

@@ -455,7 +455,7 @@ class SimulatedConduct:
             return
         seat = self._seat(machine.commit, machine.attempt).peer
         said_s = life.sent.get((life.stands, machine.attempt, m.Stalled, seat), 0.0)
-        since_s = max(said_s, reduction.progress_at_s)
+        since_s = max(said_s, reduction.times.moved_at_s)
         if seat != host.name and host.now - since_s > STALL_S + SLACK_S:
             what = f"misses {', '.join(reduction.missing())} for {host.now - since_s:.1f} s"
             raise Violation("I7", f"{host.name} {what}, and does not complain to {seat}")
