@@ -10,6 +10,7 @@ import pytest
 
 from diloco.base.types import Commit, Member
 from diloco.exchange import missed
+from diloco.exchange.service import ExchangeService
 from diloco.outer import average
 from diloco.protocol.messages import FetchMean, Learned
 from tests.local import LocalPeer, LocalWorld
@@ -78,6 +79,21 @@ def test_a_mean_is_hashed_beside_the_loop(world: LocalWorld, monkeypatch: pytest
     hashing.may_end.set()
     until(lambda: list(exchange.archive.means) == [commit.mean_digest], "it is here", 20.0)
     assert world.ask(threading.get_ident) not in hashing.threads
+
+
+def test_a_state_is_offered_while_a_fetched_mean_is_hashed(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the other way round: a state of 10B parameters takes a minute to hash, and a mean 2 s."""
+    hashing = Hashing(monkeypatch)
+    world.rounds(world.peers, 1)
+    exchange, others = world.peers[0].peer.exchange, [peer.peer.exchange.me for peer in world.peers[1:]]
+    commit = world.peers[0].commits[-1]
+    world.ask(lambda: exchange.archive.means.clear())
+    world.ask(lambda: exchange._perform([FetchMean(commit, tuple(others))]))
+    assert hashing.began.wait(DEADLINE_S)
+    assert world.run(ExchangeService(exchange).on_state_offer("")).version == 1
+    assert not hashing.ended
+    hashing.may_end.set()
+    until(lambda: list(exchange.archive.means) == [commit.mean_digest], "the mean is here", 20.0)
 
 
 def test_versions_that_close_while_fetched_ones_are_hashed_come_once_and_in_order(
