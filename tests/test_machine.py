@@ -340,6 +340,26 @@ def test_a_part_counts_whoever_came_before_it_was_averaged_and_says_whom_not() -
     assert not reduction.contribution("b", 1, 4.0)  # too late: the sum is made
 
 
+def test_parts_that_were_owed_before_a_repair_are_owed_after_it() -> None:
+    reduction = Reduction(begin(), "a", 0.0)
+    for part, sender in product((0, 1), "ab"):
+        reduction.contribution(sender, part, 1.0)
+    reduction.look(1.0, grace_s=5.0, alone_s=20.0)
+    assert reduction.missing() == ("c",)
+    assert reduction.times.until_s == 21.0  # nobody else owed anything
+    repair = m.Repair(1, 0, 1, ("b",), (m.Span("a", 0, 2), m.Span("c", 2, 6)), "b died")
+    moved, ready = reduction.repair(repair, 2.0)
+    assert ([(span.owner, span.start, span.stop) for span in moved], ready) == ([("c", 2, 4)], [])
+    reduction.look(2.0, grace_s=5.0, alone_s=20.0)
+    assert reduction.missing() == ("c",)
+    assert reduction.times.until_s == 22.0
+    assert [reduction.contribution("c", part, 3.0) for part in (0, 1)] == [True, True]
+    assert [reduction.average(part) for part in (0, 1)] == [(), ()]  # b's bytes came before it died
+    assert reduction.missing() == ("c",)  # which owes the means of its own parts, and of those of b
+    for part, sender in enumerate("aacccc"):
+        assert reduction.mean(part, sender, (), 4.0) == (part == 5)
+
+
 def test_the_commit_names_the_parts_that_omit_somebody() -> None:
     reduction = Reduction(begin(), "a", 0.0)
     for part in range(6):
