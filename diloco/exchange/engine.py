@@ -72,9 +72,8 @@ class Exchange(ExchangeTasks):
         self.lanes = Lanes(self.lane)
         rules, state = terms.rules, state_bytes(terms.lane.layout, terms.lane.optimizer)
         self.archive = Archive(self.lanes, rules.means_kept, rules.backlog_versions, state, terms.timing.stall_s)
-        self.hasher = one_thread("hash")
-        """Hashes states that joiners ask for, and means that were fetched."""
-        self._fetcher = Fetcher(terms, link, self.machine, self.archive, self._feed, self.hasher)
+        self.hasher = one_thread("hash")  # of states that joiners ask for
+        self._fetcher = Fetcher(terms, link, self.machine, self.archive, self._feed)
         self.lives = Lives(link, terms.timing)
         self._contents: dict[int, bytes] = {}
         """Hashes of the parts of the mean that is being made."""
@@ -260,7 +259,8 @@ class Exchange(ExchangeTasks):
             lane.end()
         self.lane.stop()
         self._end_tasks()
-        self.hasher.shutdown(wait=False, cancel_futures=True)
+        for thread in (self.hasher, self._fetcher.hasher):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def meet(self, members: Sequence[Member]) -> None:
         """Give the exchange peers to talk to, from a welcome or from the directory."""

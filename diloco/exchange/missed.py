@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from itertools import takewhile
 
+from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Member
 from diloco.exchange.archive import Archive
 from diloco.exchange.terms import Terms
@@ -36,11 +36,10 @@ class Fetcher:
         machine: Machine,
         archive: Archive,
         feed: Callable[[m.Event], None],
-        hasher: Executor,
     ) -> None:
-        """`hasher`: hashes what was fetched. One core takes 2 s for the mean of 10B parameters, which the loop has
-        not."""
-        self._hasher = hasher
+        self.hasher = one_thread("check")
+        """Hashes what was fetched. One core takes 2 s for the mean of 10B parameters, which the loop has not. To hash a
+        state for a joiner takes longer, so another thread does that: a vote may wait for this mean."""
         self._terms, self._link, self._machine, self._archive, self._feed = terms, link, machine, archive, feed
         self._asked: set[tuple[str, Member]] = set()
         """Mean digests (or "commits") that are being fetched, and from whom."""
@@ -95,7 +94,7 @@ class Fetcher:
         def check() -> Sequence[Closed]:
             return list(takewhile(lambda closed: is_mean_of(closed.parts, closed.commit, layout), fetched))
 
-        return await asyncio.get_running_loop().run_in_executor(self._hasher, check)
+        return await asyncio.get_running_loop().run_in_executor(self.hasher, check)
 
     def _since(self) -> int:
         """The version after which the exchange misses commits."""
