@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from diloco.base.errors import UsageError
 from diloco.transport import loop_probe
+from diloco.transport.endpoint import Runtime
 
 BUSY_S = 0.03
 
@@ -86,3 +88,13 @@ def test_a_slow_cpu_is_given_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert loop_probe.busy_s(line, with_gc=False) == line["cpu_s"] / line["slowness"]
     monkeypatch.setattr(loop_probe, "_USUAL_S", 1.0)
     assert callback_of_30_ms(tmp_path / "usual", monkeypatch)["slowness"] == 1.0
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the thread that makes the event loop: on the loop's own, nobody would hear of it, and no loop would run."""
+    taken = tmp_path / "file"
+    taken.touch()
+    monkeypatch.setenv(loop_probe.VARIABLE, str(taken / "loops"))
+    with pytest.raises(UsageError, match=f"{loop_probe.VARIABLE}: {taken}/loops") as caught:
+        Runtime(1.0)
+    assert "unset" in caught.value.fix
