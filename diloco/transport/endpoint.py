@@ -28,7 +28,7 @@ from diloco.transport.dht import AnnouncedPeer, Directory, Presence
 from diloco.transport.grpc_link import GrpcLink
 from diloco.transport.grpc_server import Server, keep_freed_memory, serve
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
-from diloco.transport.loop_probe import probe_from_environment
+from diloco.transport.loop_probe import folder_from_environment, probe
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,6 +53,7 @@ class Runtime:
 
     def __init__(self, rpc_s: float, send_bps: float = 0.0, streams: int = 1) -> None:
         self._keys = keys_of(secret_from_environment())
+        self._probes = folder_from_environment()
         # With a factory, for without it the caller's thread has the loop, too.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self.loop = self._runner.get_loop()
@@ -64,7 +65,7 @@ class Runtime:
 
     def _live(self) -> None:
         keep_freed_memory()
-        probe_from_environment()
+        probe(self._probes)
         with self._runner:  # which cancels what still runs in the end, and closes the loop
             self.loop.run_forever()
 

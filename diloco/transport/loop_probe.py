@@ -4,9 +4,10 @@
 
 CPU time of the loop's thread, and not the time that passes: other threads and other processes do not count. Passes of
 the garbage collector, which may meet any callback, are counted beside it (`gc_s`). What the host of a virtual machine
-may have taken meanwhile (`stolen_s`) is left out of both: Linux charges it to the thread that ran, 86 ms to a callback
-of 0.4 ms in one measurement. A host that stops a CPU to find it memory does not even report that: no timer interrupt
-reaches the CPU meanwhile, so a callback has taken no more than the interrupts allow (`charged_s` is what Linux said).
+took meanwhile from the CPU of this thread, by its own count (`stolen_s`), is left out of both: Linux charges it to the
+thread that ran, 86 ms to a callback of 0.4 ms in one measurement. A host that stops a CPU to find it memory does not
+even report that: no timer interrupt reaches the CPU meanwhile, so a callback has taken no more than the interrupts
+allow (`charged_s` is what Linux said). With `nohz_full` they tell nothing, and no callback is forgiven by them.
 How slow this CPU is at the moment, beside one of usual speed, is measured right after the callback (`slowness`, 1 to
 4): one whose other hyperthread is busy takes 1.6 times as long for the same work.
 """
@@ -14,6 +15,7 @@ How slow this CPU is at the moment, beside one of usual speed, is measured right
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import math
@@ -25,6 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from diloco.base.errors import UsageError
 
 VARIABLE: Final = "DILOCO_LOOP_PROBE"
 
@@ -48,6 +52,11 @@ MAX_SLOWNESS: Final = 4.0
 
 _STAT: Final = Path("/proc/stat")
 _INTERRUPTS: Final = Path("/proc/interrupts")
+_NOHZ_FULL: Final = Path("/sys/devices/system/cpu/nohz_full")
+_get_cpu: Callable[[], int] | None = (
+    getattr(ctypes.CDLL(None), "sched_getcpu", None) if sys.platform == "linux" else None
+)
+"""The number of this thread's CPU, where the C library knows it."""
 _CLOCK_MONOTONIC_COARSE: Final = 6
 _TICK_S: Final = time.clock_getres(_CLOCK_MONOTONIC_COARSE) if sys.platform == "linux" else 0.0
 """Time between two timer interrupts of a busy CPU: that clock goes by them."""
@@ -59,10 +68,12 @@ class _Counters(NamedTuple):
     """Counters that Linux keeps for each CPU. None are there where it keeps none."""
 
     read_s: float
-    stolen: tuple[int, ...]
-    """Hundredths of seconds that the host took, as far as it says so."""
-    interrupts: tuple[int, ...]
-    """Timer interrupts."""
+    cpu: str
+    """The CPU of this thread; empty: unknown."""
+    stolen: Mapping[str, int]
+    """Hundredths of seconds that the host took from each CPU, as far as it says so."""
+    interrupts: Mapping[str, int]
+    """Timer interrupts of each CPU."""
 
 
 class _ThisThread(threading.local):
@@ -81,12 +92,27 @@ class _ThisThread(threading.local):
 _here = _ThisThread()
 
 
-def probe_from_environment() -> None:
-    """Measure the callbacks of event loops on this thread from now on, if the environment variable names a folder."""
-    folder = os.environ.get(VARIABLE, "")
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        _here.path = Path(folder) / f"{os.getpid()}.jsonl"
+def folder_from_environment() -> Path | None:
+    """The folder that the environment variable names for the probe's files, made if it is not there; None: no probe.
+
+    Raises UsageError when it cannot be made.
+    """
+    name = os.environ.get(VARIABLE, "")
+    if not name:
+        return None
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = "name a folder that can be made and written to, or unset it"
+        raise UsageError(f"{VARIABLE}: {folder}: {error.strerror}", fix) from None
+    return folder
+
+
+def probe(folder: Path | None) -> None:
+    """Measure the callbacks of event loops on this thread from now on, with lines in that folder; None: do not."""
+    if folder is not None:
+        _here.path = folder / f"{os.getpid()}.jsonl"
         _install()
 
 
@@ -139,23 +165,35 @@ def _additions_s() -> float:
 
 
 def _stolen_s(before: _Counters, now: _Counters) -> float:
-    """Most that the host says it has taken from this thread. Whole ticks are counted, so one begun is added."""
-    ticks = max((after - then for after, then in zip(now.stolen, before.stolen, strict=False)), default=0)
-    return (ticks + 1) / os.sysconf("SC_CLK_TCK") if ticks > 0 else 0.0
+    """What the host says it has taken from this thread, of the CPU where it began or the one where it ended."""
+    return max(_counted(before.stolen, now.stolen, before, now), default=0) / os.sysconf("SC_CLK_TCK")
 
 
 def _most_s(before: _Counters, now: _Counters) -> float:
-    """Most that this thread can have computed, by the timer interrupts of the CPU that had most of them."""
-    ticks = [after - then for after, then in zip(now.interrupts, before.interrupts, strict=False)]
-    return (max(ticks) + 1) * _TICK_S if ticks else math.inf
+    """Most that this thread can have computed, by the timer interrupts of its CPUs."""
+    ticks = _counted(before.interrupts, now.interrupts, before, now)
+    return (sum(ticks) + 1) * _TICK_S if ticks and not _interrupts_tell_nothing() else math.inf
+
+
+def _counted(then: Mapping[str, int], after: Mapping[str, int], before: _Counters, now: _Counters) -> list[int]:
+    """How much a counter of each CPU of this thread has grown."""
+    return [after[cpu] - then[cpu] for cpu in {before.cpu, now.cpu} & then.keys() & after.keys()]
+
+
+def _interrupts_tell_nothing() -> bool:
+    """Whether Linux leaves out timer interrupts of a CPU that computes (`nohz_full`)."""
+    return any(character.isdigit() for line in _lines(_NOHZ_FULL) for character in line)
 
 
 def _counters() -> _Counters:
     """The counters of Linux as they stand now."""
-    stat = [line.split() for line in _lines(_STAT) if line.startswith("cpu") and line[3].isdigit()]
-    timer = next((line.split() for line in _lines(_INTERRUPTS) if line.lstrip().startswith("LOC:")), [])
-    stolen = tuple(int(fields[8]) for fields in stat)
-    return _Counters(time.monotonic(), stolen, tuple(int(count) for count in timer[1:] if count.isdigit()))
+    cpu = f"cpu{_get_cpu()}" if _get_cpu is not None else ""
+    stat = [line.split() for line in _lines(_STAT) if line.startswith("cpu")]
+    lines = _lines(_INTERRUPTS)
+    timer = next((line.split()[1:] for line in lines if line.lstrip().startswith("LOC:")), [])
+    interrupts = zip(lines[0].lower().split(), timer, strict=False) if timer else ()
+    stolen = {fields[0]: int(fields[8]) for fields in stat}
+    return _Counters(time.monotonic(), cpu, stolen, {name: int(count) for name, count in interrupts})
 
 
 def _lines(path: Path) -> Sequence[str]:
