@@ -1,5 +1,7 @@
 """Wrong behaviour to plant in production code, each of which some invariant of the simulator must notice.
 
+More than the bugs of `diloco.simulate.virtual.planted`, which seeds find: these need a plan that shows them.
+
 Here, and only here, these tests know names inside of production's classes.
 """
 
@@ -10,8 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from diloco.accounts import audit, ledger
 from diloco.accounts.books import Book, ChainRecord
 from diloco.accounts.journal import Journal
@@ -20,14 +20,12 @@ from diloco.base.types import Commit, Counted
 from diloco.exchange import service
 from diloco.exchange.lives import Lives
 from diloco.exchange.work import LanePayloads
-from diloco.outer import line
 from diloco.protocol import messages as m
 from diloco.protocol import view
-from diloco.protocol.machine import Machine
 from diloco.protocol.reduction import Tally
-from diloco.protocol.roster import Admission, Roster
 from diloco.protocol.view import Electorate
 from diloco.run.past import PastRun
+from diloco.simulate.virtual.planted import plant
 from diloco.storage.saving import CheckpointSchedule
 
 Instead = Sequence[tuple[object, str, Any]]
@@ -35,9 +33,13 @@ Instead = Sequence[tuple[object, str, Any]]
 
 
 @contextmanager
-def planted(bug: str) -> Iterator[None]:
-    """Have production behave wrongly meanwhile."""
+def behaving_wrongly(bug: str) -> Iterator[None]:
+    """Have production behave wrongly meanwhile: by one of these bugs, or of the simulator's own."""
     with ExitStack() as undo:
+        if bug not in BUGS:
+            undo.enter_context(plant(bug))
+            yield
+            return
         for owner, name, wrong in BUGS[bug]():
             before = vars(owner)[name]
             undo.callback(setattr, owner, name, before)
@@ -62,44 +64,12 @@ def _oldest_accepted() -> Instead:
     return [(Tally, "accepted", oldest)]
 
 
-def _proposes_anew() -> Instead:
-    return [(Tally, "accepted", lambda tally: None)]
-
-
-def _forgets_promise() -> Instead:
-    receive = Machine.receive
-
-    def forgetting(machine: Any, envelope: m.Envelope, now: float) -> Any:
-        body, promised = envelope.body, machine.attempt
-        if not (isinstance(body, m.Propose) and body.attempt < promised and body.version == machine.making):
-            return receive(machine, envelope, now)
-        machine._acceptor.attempt = body.attempt
-        try:
-            return receive(machine, envelope, now)
-        finally:
-            if machine.making == body.version:
-                machine._acceptor.attempt = max(promised, machine.attempt)
-
-    return [(Machine, "receive", forgetting)]
-
-
 def _believes_suspicion() -> Instead:
     return [(Lives, "proven", lambda lives, member: True)]
 
 
 def _half_is_enough() -> Instead:
     return [(view, "votes_needed", lambda members, gone: max(members // 2, 1))]
-
-
-def _accepts_unseen() -> Instead:
-    receive = Machine.receive
-
-    def believing(machine: Any, envelope: m.Envelope, now: float) -> Any:
-        if isinstance(envelope.body, m.Propose):
-            machine._contributor._held.append(envelope.body.commit.mean_digest)
-        return receive(machine, envelope, now)
-
-    return [(Machine, "receive", believing)]
 
 
 def _books_twice() -> Instead:
@@ -166,14 +136,6 @@ def _void_init(effect: m.Resync, source: Any, discarded_tokens: int) -> None:
     object.__setattr__(effect, "discarded_tokens", 0)
 
 
-def _hears_twice() -> Instead:
-    return [(Admission, "replayed", lambda admission, envelope: False)]
-
-
-def _forgives() -> Instead:
-    return [(Roster, "offended", lambda roster, peer: None)]
-
-
 def _leaves_out_uncounted() -> Instead:
     fold = LanePayloads.fold
 
@@ -182,15 +144,6 @@ def _leaves_out_uncounted() -> Instead:
         return fold(work, part, (*omitted, *others[1:]))
 
     return [(LanePayloads, "fold", of_fewer)]
-
-
-def _forgets_residual() -> Instead:
-    left_over = line.left_over
-
-    def nothing(*given: Any) -> torch.Tensor:
-        return left_over(*given).zero_()
-
-    return [(line, "left_over", nothing)]
 
 
 def _tells_no_votes() -> Instead:
