@@ -28,7 +28,7 @@ from diloco.simulate.memory_link import MemoryNetwork
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.dht import AnnouncedPeer, Presence
 from diloco.transport.endpoint import Runtime
-from diloco.transport.loop_probe import probe_from_environment
+from diloco.transport.loop_probe import folder_from_environment, probe
 from tests.fronts import drive
 from tests.local import NoDirectory
 from tests.peers import DEADLINE_S, until
@@ -181,7 +181,7 @@ class World:
             drive(peer.peer.enter())
 
     def _live(self) -> None:
-        probe_from_environment()
+        probe(folder_from_environment())
         self.loop.run_forever()
 
     def ask(self, question: Callable[[], Any]) -> Any:

@@ -28,7 +28,7 @@ from diloco.protocol.streams import Welcome
 from diloco.run.door import OwnLoop
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.transport.dht import AnnouncedPeer, Presence
-from diloco.transport.loop_probe import probe_from_environment
+from diloco.transport.loop_probe import folder_from_environment, probe
 from tests.fronts import drive
 from tests.peers import DEADLINE_S, until
 
@@ -217,7 +217,7 @@ class LocalWorld:
         list(self.pool.map(LocalPeer.enter, self.peers))
 
     def _live(self) -> None:
-        probe_from_environment()
+        probe(folder_from_environment())
         self.loop.run_forever()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
