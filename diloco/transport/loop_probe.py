@@ -165,22 +165,22 @@ def _additions_s() -> float:
 
 
 def _stolen_s(before: _Counters, now: _Counters) -> float:
-    """What the host says it has taken from this thread, of the CPU where it began or the one where it ended."""
+    """Seconds that the host took from this thread's CPU by its own word: the one where it began, or where it ended."""
     return max(_counted(before.stolen, now.stolen, before, now), default=0) / os.sysconf("SC_CLK_TCK")
 
 
 def _most_s(before: _Counters, now: _Counters) -> float:
     """Most that this thread can have computed, by the timer interrupts of its CPUs."""
     ticks = _counted(before.interrupts, now.interrupts, before, now)
-    return (sum(ticks) + 1) * _TICK_S if ticks and not _interrupts_tell_nothing() else math.inf
+    return (sum(ticks) + 1) * _TICK_S if ticks and not _interrupts_missing() else math.inf
 
 
 def _counted(then: Mapping[str, int], after: Mapping[str, int], before: _Counters, now: _Counters) -> list[int]:
-    """How much a counter of each CPU of this thread has grown."""
+    """Growth of a counter, for each CPU of this thread."""
     return [after[cpu] - then[cpu] for cpu in {before.cpu, now.cpu} & then.keys() & after.keys()]
 
 
-def _interrupts_tell_nothing() -> bool:
+def _interrupts_missing() -> bool:
     """Whether Linux leaves out timer interrupts of a CPU that computes (`nohz_full`)."""
     return any(character.isdigit() for line in _lines(_NOHZ_FULL) for character in line)
 
