@@ -270,12 +270,16 @@ def test_recovery_by_kind() -> None:
 # ---------------------------------------------------------------- all of it
 
 
+def of_short_rounds(contract: Path) -> Path:
+    contract.write_text((ROOT / "configs" / "chaos.toml").read_text().replace("steps = 100", "steps = 8"))
+    return contract
+
+
 @pytest.mark.usefixtures("warm_peers")
 @pytest.mark.slow
 def test_a_short_drill_violates_nothing(tmp_path: Path) -> None:
     """Three peers, rounds of half a second, a fault every 4 s. Longer: `scripts/chaos`."""
-    contract = tmp_path / "contract.toml"
-    contract.write_text((ROOT / "configs" / "chaos.toml").read_text().replace("steps = 100", "steps = 8"))
+    contract = of_short_rounds(tmp_path / "contract.toml")
     options = DrillOptions(
         contract, tmp_path / "peers", 3, 0.75, quiet_s=5.0, seed=2, step_s=0.05, every_s=(3.0, 5.0), clean=False
     )
@@ -283,6 +287,31 @@ def test_a_short_drill_violates_nothing(tmp_path: Path) -> None:
     assert result["violation_texts"] == []
     assert result["faults"] >= 5
     assert result["versions"] > result["faults"]  # it trained between them; how fast is a matter of the machine
+
+
+@pytest.mark.slow
+def test_a_short_drill_in_namespaces_violates_nothing(tmp_path: Path) -> None:
+    """Three peers behind forwarders to each other's loopbacks, as behind `ssh -L`. `scripts/chaos --namespaces`."""
+    contract = of_short_rounds(tmp_path / "contract.toml")
+    options = DrillOptions(
+        contract,
+        tmp_path / "peers",
+        3,
+        0.15,
+        quiet_s=1.0,
+        seed=0,  # whose first fault is a tunnel that is shut
+        step_s=0.05,
+        every_s=(2.0, 3.0),
+        clean=False,
+        apart=True,
+    )
+    try:
+        result = run_drill(options, lambda text: None)
+    except ResourceError as error:
+        pytest.skip(str(error))
+    assert result["violation_texts"] == []
+    assert "tunnel shut" in result["by_kind"]
+    assert result["versions"] > result["faults"] >= 3
 
 
 @pytest.mark.usefixtures("warm_peers")
