@@ -101,7 +101,7 @@ class BlockCodec(Codec):
         """Headers of all blocks of a codec's payload in fp32, flat. Raises PayloadError."""
         check_size(payload, self.max_bytes(elements))
         headers = from_bytes(payload[: self._header_bytes(elements)]).view(self.header_dtype).float()
-        low, high = torch.aminmax(headers)
+        low, high = (extreme.item() for extreme in torch.aminmax(headers))
         lowest = 0.0 if self.header_numbers == 1 else -MAX_HEADER
         if not (low >= lowest and high <= MAX_HEADER):  # also when one is nan
             raise PayloadError(f"{self.name} payload with a scale that is negative, too large or not a number")

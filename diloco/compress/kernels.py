@@ -109,8 +109,12 @@ def _declare(library: ctypes.CDLL) -> None:
 
 def _library_for(*flat: Tensor) -> ctypes.CDLL | None:
     """Compiled kernels that codecs on this thread call, if C can read these tensors, all of one size."""
-    library = installed()
-    return library if library is not None and all(_is_plain(one, flat[0].numel()) for one in flat) else None
+    library, elements = installed(), flat[0].numel()
+    if library is not None:
+        for one in flat:
+            if not _is_plain(one, elements):
+                return None
+    return library
 
 
 def _block_function(name: str, block: int, values: Tensor) -> Any:
@@ -237,5 +241,4 @@ def _for_topk(
 
 def _is_plain(values: Tensor, elements: int) -> bool:
     """Whether a codec's compiled kernel can read the tensor: fp32, contiguous, on the CPU, of this many elements."""
-    plain = values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
-    return plain and values.numel() == elements
+    return values.is_cpu and values.dtype is torch.float32 and values.is_contiguous() and values.numel() == elements

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from statistics import median
 from types import MappingProxyType
@@ -98,10 +99,14 @@ class Timing:
 
 def coordinator(run: str, version: int, attempt: int, view: Sequence[Member]) -> Member:
     """The member of the view that coordinates an attempt, by hash: each attempt has another one."""
-    seed = hashlib.sha256(f"{run}/{version}".encode()).digest()
-    first = int.from_bytes(seed[:8], "big")
     trainers = [member for member in view if not member.witness]
-    return trainers[(first + attempt) % len(trainers)]
+    return trainers[(_first(run, version) + attempt) % len(trainers)]
+
+
+@lru_cache(maxsize=64)
+def _first(run: str, version: int) -> int:
+    """A number by hash for each version, from which attempts count on. It is asked for at every tick."""
+    return int.from_bytes(hashlib.sha256(f"{run}/{version}".encode()).digest()[:8], "big")
 
 
 def votes_needed(members: int, gone: int) -> int:
@@ -165,6 +170,8 @@ class Electorate:
 
     def voters(self) -> set[str]:
         """Members of the view that may still vote, and leavers whose heir may, dead or not."""
+        if not (self._dead or self._evicted):
+            return {member.peer for member in self._view}
         lost = self.evicted | {member.peer for member in self._view if (member.peer, member.incarnation) in self._dead}
         bequeathed = {peer for peer in lost - self.evicted if self._heirs.get(peer, peer) not in lost}
         return {member.peer for member in self._view} - (lost - bequeathed)

@@ -112,7 +112,7 @@ class Timeline:
 
     def _happen(self) -> None:
         """Let everything happen that is to happen now."""
-        ready, outside, enter = self._ready, self._outside, events._set_running_loop
+        ready, outside, enter, before = self._ready, self._outside, events._set_running_loop, None
         while ready:
             happening = ready.popleft()
             loop = happening.loop
@@ -123,8 +123,10 @@ class Timeline:
                 continue
             self.events += 1
             self._at_once += 1
-            self.running = None if loop is outside else loop
-            enter(loop)
+            if loop is not before:
+                before = loop
+                self.running = None if loop is outside else loop
+                enter(loop)
             try:
                 happening.callback(*happening.arguments)
             except Died:
