@@ -47,13 +47,14 @@ class SimulatedSteps:
         apply, process = peer.apply, self._process
 
         def on_apply(closed: Closed, seconds: dict[str, float]) -> Life[None]:
-            self.applies(closed.commit)
-            before = self._line.commit
+            misfit, before = self.applies(closed.commit), self._line.commit
             try:
                 yield from apply(closed, seconds)
             except Diverged:
                 self._diverges(closed.commit, before)
                 raise
+            if misfit:
+                raise Violation("I1", misfit)
 
         peer.apply = on_apply  # type: ignore[method-assign]
         copy_again, untaken = peer.copy_again, peer.exchange.untaken
@@ -105,17 +106,22 @@ class SimulatedSteps:
         exchange._close, exchange.leave = on_close, on_leave  # type: ignore[method-assign]
         exchange.offer, peer.withdraw = on_offer, on_withdraw  # type: ignore[method-assign]
 
-    def applies(self, commit: Commit) -> None:
-        """I1: a version is applied to the state that it was made on, and after the commit before it."""
+    def applies(self, commit: Commit) -> str:
+        """I1: a version is applied to the state that it was made on, and after the commit before it.
+
+        Returns why this one is not to be applied; empty if it may be. What follows a version that was made on another
+        state is taken, too, where no state could be copied in between: then it is to be refused like that one.
+        """
         line, name = self._line, self._process.name
         before = line.commit
         if before is None or commit.fragment < 0 or commit.version <= before.version:
-            return
+            return ""
         other_state = commit.state_digest != line.state.digest and not self._process.drifted
         if commit.previous != before.digest or other_state:
             what = f"applies version {commit.version} at version {line.state.version}, which is not the one before it"
-            raise Violation("I1", f"{name} {what}")
+            return f"{name} {what}"
         self._check_archive()
+        return ""
 
     def _diverges(self, commit: Commit, before: Commit | None) -> None:
         """I1: a version that the copied state has is not taken for one that was made on another state."""
