@@ -23,8 +23,8 @@ from diloco.simulate.virtual import planted
 from diloco.simulate.virtual.network import SimulatedCut
 from diloco.simulate.virtual.oracle.conduct import SimulatedConduct
 from diloco.simulate.virtual.oracle.gate import Violation
-from diloco.simulate.virtual.plans.draw import OTHER_CODECS, draw
-from diloco.simulate.virtual.plans.plan import NO_CLOCK, OMITS, Fault, FaultPlan, parse
+from diloco.simulate.virtual.plans.draw import draw
+from diloco.simulate.virtual.plans.plan import NO_CLOCK, Fault, FaultPlan, parse
 from diloco.simulate.virtual.search import (
     RULE,
     SeedOptions,
@@ -307,25 +307,6 @@ def test_a_plan_can_be_written_and_read_again() -> None:
         assert parse(f"# a comment\n{plan}\n") == plan
 
 
-def test_async_seeds_have_peers_of_different_speeds() -> None:
-    plans = [draw(seed, "async") for seed in range(200)]
-    speeds = [plan.speed(index) for plan in plans for index in range(plan.peers)]
-    assert all(0.1 <= speed <= 1 for speed in speeds)
-    assert min(speeds) < 0.11
-    assert max(speeds) > 0.95
-    assert {plan.sized_by for plan in plans} == {"contract", "speed"}
-    assert {"delayed_nesterov", "buffered_nesterov"} <= {plan.optimizer for plan in plans}
-
-
-def test_speeds_change_nothing_else_of_a_seed() -> None:
-    pairs = [(draw(seed), draw(seed, speeds=(0.2, 0.5))) for seed in range(50)]
-    pairs = [(one, other) for one, other in pairs if not one.speeds and one.round_s == other.round_s]  # situations
-    assert len(pairs) > 40
-    for plan, with_speeds in pairs:
-        assert all(0.2 <= with_speeds.speed(index) <= 0.5 for index in range(plan.peers))
-        assert replace(with_speeds, speeds="", sized_by="contract") == plan
-
-
 @pytest.mark.parametrize(
     "text", ["peers", "peers 2.5", "velocity 9", "3 explode p1", "soon kill p1", "3 late p1 for 2: much", "3 busy p1"]
 )
@@ -339,19 +320,6 @@ def test_a_plan_of_no_valid_contract_is_an_error() -> None:
         SimulatedWorld(parse("peers 3\nbacklog 0"))
 
 
-def test_what_is_rare_is_in_some_plans() -> None:
-    plans = [draw(seed) for seed in range(400)]
-    assert {fault.kind for plan in plans for fault in plan.faults} >= {"link", "late", "twin", "evict"}
-    assert {fault.how for plan in plans for fault in plan.faults if fault.kind == "restart"} >= {"old"}
-    assert any(fault.how for plan in plans for fault in plan.faults if fault.kind == "leave")
-    assert {plan.codec for plan in plans} >= set(OTHER_CODECS)
-    assert {plan.fixed_addresses for plan in plans} == {True, False}
-    assert max(plan.most_peers for plan in plans) > 2
-    assert any(plan.radial for plan in plans)
-    assert any(fault.kind == "stranger" for plan in plans for fault in plan.faults)
-    assert {fault.how for plan in plans for fault in plan.faults} >= {OMITS, NO_CLOCK}
-
-
 @pytest.mark.parametrize(("how", "ways"), [("both", [("a", "b"), ("b", "a")]), ("out", [("a", "b")])])
 def test_two_without_a_link_reach_all_others(how: str, ways: list[tuple[str, str]]) -> None:
     cut = SimulatedCut(frozenset("a"), how, reset=False, others=frozenset("b"))
@@ -362,15 +330,6 @@ def test_the_same_seed_is_the_same_run() -> None:
     first, second = narrate(draw(7)), narrate(draw(7))
     assert first.lines == second.lines
     assert first.events == second.events
-
-
-def test_choice_restricts_what_is_drawn() -> None:
-    plans = [draw(seed, "quorum", "continue") for seed in range(20)]
-    assert {(plan.policy, plan.without_majority) for plan in plans} == {("quorum", "continue")}
-    with pytest.raises(UsageError, match="--policy"):
-        SeedOptions("majority").check()
-    with pytest.raises(UsageError, match="--speeds"):
-        SeedOptions(speeds="fast").check()
 
 
 def test_an_invariant_that_breaks_in_a_task_nobody_waits_for_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

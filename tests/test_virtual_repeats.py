@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from diloco.simulate.virtual.plans.draw import draw
-from diloco.simulate.virtual.world import SimulatedWorld
+from diloco.simulate.virtual.search import world_of
 
 pytestmark = pytest.mark.no_cover  # which makes a simulation nearly twice as slow
 
@@ -19,7 +19,7 @@ SEEDS = range(3000, 3006)
 
 def hashed(seed: int) -> str:
     """The hash of all that is said and closed in a seed's simulation, with the states and the number of its events."""
-    world = SimulatedWorld(draw(seed, "async" if seed % 3 == 0 else ""), record=True)
+    world = world_of(draw(seed, "async" if seed % 3 == 0 else "sync"), record=True)
     outcome = world.run()
     assert not outcome.violation
     seen = world.invariants

@@ -315,3 +315,8 @@ BUGS: Mapping[str, Bug] = {
     "clock-believed": Bug("refuse for good whoever its clock makes an earlier life", _clock_believed, _has(NO_CLOCK)),
     "plain-radial": Bug("average plainly where lengths and directions are to be apart", _plain_radial, _is_radial),
 }
+
+
+def shows(bug: str, plan: FaultPlan) -> bool:
+    """Whether a planted bug can break anything in a plan: not where nobody votes."""
+    return plan.policy != "gossip" and BUGS[bug].shows(plan)

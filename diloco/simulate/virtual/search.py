@@ -316,7 +316,7 @@ def catch_planted(max_seeds: int, bugs: Sequence[str] = ()) -> Iterator[Caught]:
 
 def _catch(bug: str, max_seeds: int) -> Caught:
     choice = SeedOptions(bug=bug)
-    for seed in filter(lambda seed: planted.BUGS[bug].shows(choice.draw(seed)), range(max_seeds)):
+    for seed in filter(lambda seed: planted.shows(bug, choice.draw(seed)), range(max_seeds)):
         tally = run_seeds([seed], choice)
         if tally.violations:
             return Caught(bug, planted.BUGS[bug].what, seed + 1, str(tally.violations[0]["violation"]))

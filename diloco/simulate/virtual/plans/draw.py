@@ -6,33 +6,28 @@ Each function after the first throws dice of its own: what it adds changes nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from diloco.simulate.virtual.plans.agreement import of_agreement
-from diloco.simulate.virtual.plans.plan import (
-    CHECKPOINT_S,
-    EXCHANGE_S,
-    FLIPPED,
-    IN_CHECKPOINT,
-    NO_CLOCK,
-    OMITS,
-    Fault,
-    FaultPlan,
+from diloco.simulate.virtual.plans.kinds import (
+    FIRST_FAULT_S,
+    LAST_FAULT_S,
+    MACHINES,
+    OFTEN,
+    PASSING,
+    QUIET_AFTER_S,
+    RARE,
+    SELDOM,
 )
+from diloco.simulate.virtual.plans.plan import EXCHANGE_S, NO_CLOCK, Fault, FaultPlan
 from diloco.simulate.virtual.plans.storage import of_storage
 
-FIRST_FAULT_S, LAST_FAULT_S = 0.2, 8.0
-QUIET_AFTER_S = 10.0
-"""Faults are over by then."""
-MOMENTS = (
-    "BeginReduction", "RepairReduction", "SendContribution", "FoldPart", "SendMean", "SealMean", "FetchMean", "CatchUp",
-    "Close", "GiveUp", "Heartbeat", "Ready", "Gather", "Begin", "Stalled", "Repair", "Abort", "Propose", "Accept",
-    "Committed",
-)  # fmt: skip
-"""Effects, and messages sent: a death can be placed before or after any of them."""
+POLICIES = {"sync": 50, "quorum": 28, "async": 17, "gossip": 5}
+"""Policies of a seed that is given none, and how often each is drawn."""
+
 GATHERED = ("topk", "topk", "topk-all", "topk+zstd", "dct-all", "lowrank")
 GATHERED_SHARE = 0.25
 """Codecs whose contributions are gathered, and how many of the plans have one."""
@@ -44,15 +39,19 @@ DELAYED_SHARE = 0.5
 RARE_SHARE = 0.4
 OTHER_CODECS = ("bf16", "int4", "e3m0", "two_bit", "sign", "topk/fp32", "int4/dct-all", "lowrank+zstd/sign")
 OTHER_CODECS_SHARE = 0.4
-LATE_S = (1, 3, 6)
-LIES = ("short", "long", "garbled", "infinite", "absurd", "two-faced")
 SELDOM_SHARE = 0.12
 BUSY_SHARE, BUSY_S = 0.1, (0.1, 0.3, 1.0)
 """Share of the plans in which a machine is busy, and how long what it computes takes then."""
 BACKLOG_SHARE, BACKLOGS = 0.15, (2, 3, 8)
 """Share of the plans in which peers keep another number of versions than 4, and the numbers. With 1 a joiner must have
 the latest to be let in, which it never has where versions take no longer than a copy."""
-MACHINES_SHARE = 0.25
+CHECKPOINTS_EVERY = (2, 2, 3, 4)
+"""Versions from one checkpoint to the next."""
+MACHINES_SHARE, MACHINES_BEFORE = 0.6, 0.75
+"""Share of the plans without a situation that have a fault of a machine, and of such among those before a situation."""
+BEFORE_SHARE, LEAST_BEFORE_S, MOST_EXCHANGE_S = 0.6, 20.0, 10.0
+"""A situation comes after so many of a run's versions, and not before that time, in which the faults before it are over
+and all are together again; over slower uplinks at once."""
 BANDWIDTH_SHARE, BANDWIDTH_MBIT, LIMITED_ROUND_S = 0.15, ("0", "0.5", "1", "4"), 1.0
 """Share of the plans whose uplinks have a limit, and the limits. A round is then at least so long: a state is copied
 while others go on, and whoever makes versions faster than a joiner can copy them is never caught up with."""
@@ -64,13 +63,13 @@ END_SHARE, CUT_SHARE = 0.1, 0.15
 """Share of the plans in which the run ends, and of those in which stragglers are cut."""
 SITUATION_SHARES = (35, 35, 30)
 """Weights of the plans as they were drawn, and of those with a situation of `plans/agreement.py` or of
-`plans/storage.py` in place of their faults: by chance each of these comes in one plan of hundreds."""
+`plans/storage.py` after other faults: by chance each of these comes in one plan of hundreds."""
 RADIAL_SHARE = 0.3
 """Share of those with radial averaging."""
 PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
 """Those whose mean is made once."""
-ASYNC_SPEEDS = (0.1, 1.0)
-"""Slowest and fastest peer where none waits for another."""
+ASYNC_SPEEDS, CUT_SPEEDS = (0.1, 1.0), (0.2, 1.0)
+"""Slowest and fastest peer where none waits for another, and where those who are late are cut."""
 
 
 def draw(
@@ -86,7 +85,7 @@ def draw(
     one of `SIZES`.
     """
     dice = Random(seed)
-    peers = dice.choices((2, 3, 4, 5, 6), (25, 35, 25, 10, 5))[0]
+    peers = dice.choices((2, 3, 4, 5, 6), (30, 38, 22, 7, 3))[0]
     plan = FaultPlan(
         seed=seed,
         peers=peers,
@@ -95,7 +94,7 @@ def draw(
         fragments=dice.choices((1, 2), (70, 30))[0],
         optimizer=dice.choice(("nesterov", "nesterov", "sgd", "adam")),
         weighting=dice.choice(("uniform", "tokens")),
-        policy=policy or dice.choices(("sync", "quorum"), (65, 35))[0],
+        policy=policy or dice.choices(list(POLICIES), list(POLICIES.values()))[0],
         without_majority=without_majority or dice.choices(("wait", "continue"), (70, 30))[0],
         delay_s=dice.choice((0.005, 0.05, 0.05, 0.3)),
         loss=dice.choice((0.0, 0.0, 0.02, 0.1)),
@@ -116,12 +115,32 @@ def draw(
     if plan.policy == "gossip":
         return _gossiping(Random(f"gossip {seed}"), plan)
     dice = Random(f"situation {seed}")
-    plan = _served_by_one(dice.choices((_as_it_is, of_agreement, of_storage), SITUATION_SHARES)[0](dice, plan))
-    return _under_load(Random(f"load {seed}"), plan)
+    situation = dice.choices((_as_it_is, of_agreement, of_storage), SITUATION_SHARES)[0](dice, plan)
+    if situation is not plan:
+        situation = _comes_late(Random(f"before {seed}"), situation, SIZES[size])
+    return _under_load(Random(f"load {seed}"), _served_by_one(situation))
 
 
 def _as_it_is(dice: Random, plan: FaultPlan) -> FaultPlan:
     return plan
+
+
+def _comes_late(dice: Random, plan: FaultPlan, size: Size) -> FaultPlan:
+    """A plan whose situation comes when the run has gone on for a while, through faults that are over by then."""
+    if plan.longest_exchange_s > MOST_EXCHANGE_S:
+        return plan
+    names = [f"p{index}" for index in range(plan.peers)]
+    round_s = plan.round_s + EXCHANGE_S
+    before_s = max(BEFORE_SHARE * size.versions * round_s, LEAST_BEFORE_S)
+    factor = (before_s - LEAST_BEFORE_S + QUIET_AFTER_S) / QUIET_AFTER_S
+    faults = [replace(fault, at_s=round(before_s + fault.at_s, 2)) for fault in plan.faults]
+    for number in range(dice.choices((0, 1, 2), (25, 45, 30))[0] + dice.randint(0, size.more_faults)):
+        kinds = MACHINES if dice.random() < MACHINES_BEFORE else PASSING
+        kind, at_s = dice.choice(list(kinds)), round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
+        drawn = kinds[kind](dice, Fault(at_s, kind, dice.choice(names)), names, 200 + number)
+        faults += [replace(fault, at_s=round(factor * fault.at_s, 2)) for fault in drawn]
+    tokens = plan.total_tokens + round(before_s / round_s) * plan.peers * 4 if plan.total_tokens else 0
+    return replace(plan, total_tokens=tokens, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
 def _schedule(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -168,8 +187,8 @@ def _lately(dice: Random, plan: FaultPlan) -> FaultPlan:
         rates = "+".join(dice.choice(BANDWIDTH_MBIT) for _ in range(plan.peers))
         plan = replace(plan, bandwidth=rates, uplinks=rates if dice.random() < 0.5 else plan.uplinks)
         plan = replace(plan, round_s=max(plan.round_s, LIMITED_ROUND_S))
-    if dice.random() < CUT_SHARE:
-        plan = replace(plan, stragglers="cut")
+    if dice.random() < CUT_SHARE and plan.policy != "async":
+        plan = replace(plan, stragglers="cut", speeds=draw_speeds(dice, plan.peers, CUT_SPEEDS))
     if dice.random() >= MACHINES_SHARE:
         return plan
     names = [f"p{index}" for index in range(plan.peers)]
@@ -204,8 +223,9 @@ def _served_by_one(plan: FaultPlan) -> FaultPlan:
 
 
 def _under_load(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """A seed's plan with peers that keep fewer versions or more, and with a busy machine, most often while something
-    else goes wrong."""
+    """A seed's plan with peers that write checkpoints more or less often and keep fewer versions or more, and with a
+    busy machine, most often while something else goes wrong."""
+    plan = replace(plan, checkpoint_every=dice.choice(CHECKPOINTS_EVERY))
     if dice.random() < BACKLOG_SHARE:
         plan = replace(plan, backlog=dice.choice(BACKLOGS))
     if dice.random() >= BUSY_SHARE:
@@ -251,8 +271,8 @@ class Size:
 
 
 SIZES: Mapping[str, Size] = {
-    "usual": Size(8, 30, 0.25),
-    "nightly": Size(16, 100, 0.8, 15),
+    "usual": Size(8, 34, 0.15),
+    "nightly": Size(16, 115, 0.8, 15),
 }
 
 
@@ -290,156 +310,3 @@ def _draw_faults(dice: Random, plan: FaultPlan) -> Iterator[Fault]:
         kind = dice.choices(kinds, weights)[0]
         at_s = round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
         yield from OFTEN[kind][1](dice, Fault(at_s, kind, dice.choice(names)), names, number)
-
-
-Draw = Callable[[Random, Fault, Sequence[str], int], Iterator[Fault]]
-
-
-def _for_a_while(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    duration = round(min(dice.choice((0.5, 1.5, 3.0, 5.0)) * dice.uniform(0.5, 1.5), QUIET_AFTER_S - fault.at_s), 2)
-    yield replace(fault, for_s=duration)
-
-
-def _death(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    how = "" if dice.random() < 0.2 else f"{dice.choice(('before', 'after'))} {dice.choice(MOMENTS)}"
-    yield replace(fault, how=how)
-    if dice.random() < 0.5:
-        at_s = round(min(fault.at_s + dice.uniform(0.3, 5.0), QUIET_AFTER_S), 2)
-        yield Fault(at_s, "restart", fault.peer, 0.0, dice.choice(("disk", "disk", "blank")))
-
-
-def _all_die(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield replace(fault, peer="*")
-    yield Fault(round(fault.at_s + dice.uniform(0.2, 1.0), 2), "resume", dice.choice(names[:1]))
-
-
-def _cut(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    group = "+".join(sorted(dice.sample(names, dice.randint(1, max(1, len(names) // 2)))))
-    how = dice.choice(("both", "both", "both, reset", "in", "out"))
-    yield from _for_a_while(dice, replace(fault, peer=group, how=how), names, number)
-
-
-def _lie(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield from _for_a_while(dice, replace(fault, how=dice.choice(LIES)), names, number)
-
-
-def _jump(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield replace(fault, how=str(dice.choice((1, 3, 10, 1000))))
-
-
-def _newcomer(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield replace(fault, peer=f"j{number}")
-
-
-def _simple(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield fault
-
-
-def _link(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    how = dice.choice(("both", "both", "both, reset", "out"))
-    yield from _for_a_while(dice, replace(fault, peer="+".join(dice.sample(names, 2)), how=how), names, number)
-
-
-def _late(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield from _for_a_while(dice, replace(fault, how=str(dice.choice(LATE_S))), names, number)
-
-
-def _twin(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    """Draw the fault "twin": a silent simulated peer, or one that is not silent at all, is started once more."""
-    silence = Fault(fault.at_s, dice.choice(("stop", "cut")), fault.peer)
-    if dice.random() < 0.8:
-        yield from _for_a_while(dice, silence, names, number)
-    at_s = round(fault.at_s + dice.uniform(0.1, 4.0), 2)
-    yield replace(fault, at_s=at_s, how=dice.choice(("disk", "blank")))
-
-
-def _hasty_leave(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield replace(fault, how=f"{dice.choice(('before', 'after'))} {dice.choice(MOMENTS)}")
-
-
-def _old_disk(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield replace(fault, kind="kill")
-    yield Fault(round(min(fault.at_s + dice.uniform(0.3, 3.0), QUIET_AFTER_S), 2), "restart", fault.peer, 0.0, "old")
-
-
-def _early_evict(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    """Draw the fault "evict": the simulated operator is quick, and everything else still goes on."""
-    yield replace(fault, kind="kill", how=f"after {dice.choice(MOMENTS)}")
-    yield Fault(round(fault.at_s + dice.uniform(0.5, 4.0), 2), "evict", fault.peer)
-
-
-def _omit(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield from _for_a_while(dice, replace(fault, how=OMITS), names, number)
-
-
-def _stranger(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield from _for_a_while(dice, replace(fault, peer=f"x{number}"), names, number)
-
-
-def _no_clock(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    """Draw the fault "no clock", not for the first simulated peer, whose first life began when time did."""
-    peer = dice.choice(names[1:])
-    yield replace(fault, kind="kill", peer=peer)
-    at_s = round(min(fault.at_s + dice.uniform(0.3, 3.0), QUIET_AFTER_S), 2)
-    yield Fault(at_s, "restart", peer, 0.0, NO_CLOCK)
-
-
-def _tunnel(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield from _for_a_while(dice, replace(fault, how=dice.choice(("", "", "in", "out"))), names, number)
-
-
-def _disk(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    """Draw the fault "disk": where its syncs are lies, power is lost meanwhile, or soon after."""
-    how = dice.choice((f"late {dice.choice((0.5, 2, 5))}", "broken", "lies", "lies"))
-    yield from _for_a_while(dice, replace(fault, how=how), names, number)
-    if how == "lies":
-        yield from _power(dice, replace(fault, at_s=round(fault.at_s + dice.uniform(0.2, 3.0), 2)), names, number)
-
-
-def _power(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    """Draw a loss of power, in the middle of a checkpoint or at any time, of one simulated peer or of all."""
-    back_s = round(min(fault.at_s + dice.uniform(0.3, 3.0), QUIET_AFTER_S), 2)
-    if dice.random() < 0.2:
-        yield replace(fault, kind="blackout", peer="*", for_s=0.0, how="power")
-        yield Fault(back_s, "resume", names[0])
-    else:
-        how = dice.choice(("", IN_CHECKPOINT, IN_CHECKPOINT))
-        yield replace(fault, kind=dice.choice(("kill", "power")), for_s=0.0, how=how)
-        yield Fault(back_s + CHECKPOINT_S * bool(how), "restart", fault.peer, 0.0, dice.choice(("disk", FLIPPED)))
-
-
-RARE: Mapping[str, Draw] = {
-    "link": _link,
-    "late": _late,
-    "twin": _twin,
-    "leave": _hasty_leave,
-    "restart": _old_disk,
-    "evict": _early_evict,
-}
-"""Kinds of what goes wrong seldom."""
-SELDOM: Mapping[str, Draw] = {"lie": _omit, "stranger": _stranger, "restart": _no_clock}
-"""Kinds of what goes wrong more seldom still."""
-MACHINES: Mapping[str, Draw] = {
-    "tunnel": _tunnel,
-    "flip": _for_a_while,
-    "disk": _disk,
-    "power": _power,
-    "second": _simple,
-}
-"""Kinds of what goes wrong with machines: forwarders, bits of messages, disks, power, processes started twice."""
-OFTEN: Mapping[str, tuple[int, Draw]] = {
-    "kill": (26, _death),
-    "power": (6, _death),
-    "stop": (14, _for_a_while),
-    "cut": (18, _cut),
-    "slow": (6, _for_a_while),
-    "join": (9, _newcomer),
-    "leave": (6, _simple),
-    "jump": (4, _jump),
-    "full": (2, _for_a_while),
-    "corrupt": (4, _for_a_while),
-    "lie": (7, _lie),
-    "replay": (4, _simple),
-    "blackout": (2, _all_die),
-}
-"""Kinds of faults of every plan: how often, and how the rest of one is drawn."""
