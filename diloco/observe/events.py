@@ -370,6 +370,8 @@ def _schema(kind: Any) -> Mapping[str, tuple[str, Any]]:
 
 def _plain(value: Any) -> Any:
     """A field of an event, or a record within one, as plain JSON for `events.jsonl`."""
+    if value is None or isinstance(value, str | int | float):
+        return value
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
