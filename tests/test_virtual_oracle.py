@@ -17,6 +17,8 @@ pytestmark = pytest.mark.no_cover  # which makes a simulation nearly twice as sl
 
 TWO = FaultPlan(peers=2)
 KILLED = (Fault(3.0, "kill", "p1"),)
+BACK = (Fault(6.0, "kill", "p1"), Fault(6.3, "restart", "p1", how="disk"))
+BLANK = (Fault(6.0, "power", "p1"), Fault(6.3, "restart", "p1", how="blank"))
 AWAY = (Fault(3.0, "cut", "p1", 5.0, "both, reset"),)
 ALL_DIE = (Fault(9.0, "blackout", "*"), Fault(9.5, "resume", "p0"))
 FOUNDED_TWICE = (Fault(5.0, "blackout", "*"), Fault(5.5, "resume", "p0"))
@@ -62,6 +64,9 @@ SHOWN: dict[str, tuple[str, FaultPlan]] = {
     "forgiven-offence": ("I6", FaultPlan(peers=3, faults=(Fault(1.0, "lie", "p2", 8.0, "short"),))),
     "leaves-out-uncounted": ("I3", TWO),
     "lost-residual": ("I4", FaultPlan(peers=2, codec="int8", feedback=1.0)),
+    "ends-when-refused": ("I7", FaultPlan(peers=3, faults=BLANK)),
+    "copies-once-in-vain": ("I7", TWO),
+    "reads-no-checkpoint": ("I5", FaultPlan(peers=3, faults=BACK)),
 }
 """By planted bug, the invariant that fails and a plan that shows it."""
 

@@ -16,16 +16,20 @@ from diloco.accounts import audit, ledger
 from diloco.accounts.books import Book, ChainRecord
 from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Ledger
+from diloco.base.errors import EvictedError, StateError
+from diloco.base.life import Life
 from diloco.base.types import Commit, Counted
 from diloco.exchange import service
 from diloco.exchange.lives import Lives
 from diloco.exchange.work import LanePayloads
+from diloco.peer.peer import Peer, Refusal
 from diloco.protocol import messages as m
 from diloco.protocol import view
 from diloco.protocol.reduction import Tally
 from diloco.protocol.view import Electorate
 from diloco.run.past import PastRun
 from diloco.simulate.virtual.planted import plant
+from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.saving import CheckpointSchedule
 
 Instead = Sequence[tuple[object, str, Any]]
@@ -153,6 +157,36 @@ def _tells_no_votes() -> Instead:
         return status_json(*given).replace('"votes_missing": [', '"votes_missing": [], "was": [')
 
     return [(service, "status_json", silent)]
+
+
+def _ends_when_refused() -> Instead:
+    def hasty(refusal: Refusal) -> None:
+        if any(reply is m.Reply.FENCED for reply, _ in refusal._exchange.lives._replies.values()):
+            raise EvictedError("the run has a live peer named as this one", "")
+
+    return [(Refusal, "check", hasty)]
+
+
+def _copies_once_in_vain() -> Instead:
+    copy_state, failures = Peer.copy_state, iter([StateError("none of 2 members offers a state that fits")])
+
+    def failing(peer: Peer, *given: Any) -> Life[None]:
+        for failure in failures:
+            raise failure
+        yield from copy_state(peer, *given)
+
+    return [(Peer, "copy_state", failing)]
+
+
+def _reads_no_checkpoint() -> Instead:
+    checkpoint, failures = PastRun.checkpoint, iter([StateError("no valid checkpoint in the folder")])
+
+    def failing(past: PastRun) -> Checkpoint | None:
+        for failure in failures:
+            raise failure
+        return checkpoint(past)
+
+    return [(PastRun, "checkpoint", failing)]
 
 
 BUGS: Mapping[str, Callable[[], Instead]] = {

@@ -47,6 +47,10 @@ class SimulatedDisk:
         """Ends the process in the middle of the next record of its ledger."""
         self.loses = False
         """Something that was written to it was not kept."""
+        self.damaged = False
+        """It lacks what was synced: by a flipped bit, an old copy, or lies about syncs and a loss of power."""
+        self.refusals = 0
+        """Writes and syncs that it refused, as it was full or broken."""
         self.saved: list[SavedProgress] = []
         """Contents of all checkpoints that were begun on it."""
         self.durable = -1
@@ -69,6 +73,7 @@ class SimulatedDisk:
             if self.tears is not None:
                 dies, self.tears = self.tears, None
                 dies()
+            self.refusals += 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.write(descriptor, data)
 
@@ -82,6 +87,7 @@ class SimulatedDisk:
         grown = path.is_file() and status.st_size > self._synced.get(status.st_ino, 0)
         if self.broken or (self.full and grown):
             self.loses = True
+            self.refusals += 1
             number = errno.EIO if self.broken else errno.ENOSPC
             raise OSError(number, os.strerror(number), str(path))
         self._owed_s += self.late_s
@@ -149,6 +155,8 @@ class SimulatedDisk:
         """Lose names, and cut files off, that were not synced, as a loss of power does. Behind the cut there may be
         bytes that nobody wrote."""
         self.loses = True
+        if self.lying:
+            self.damaged, self.durable = True, -1
         for folder in [self.folder, *sorted(self.folder.rglob("*"))] if self.folder.exists() else ():
             if folder.is_dir():
                 self._lose_names(folder, dice)
@@ -185,12 +193,13 @@ class SimulatedDisk:
         data = bytearray(path.read_bytes())
         data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
         path.write_bytes(data)
-        self.durable = -1
+        self.damaged, self.durable = True, -1
         return True
 
     def go_back(self) -> None:
         """Somebody brings back an old copy of the disk, with the first checkpoint on it."""
-        self.loses, self.durable = True, -1
+        self.loses = self.damaged = True
+        self.durable = -1
         if self._copy.exists():
             shutil.rmtree(self.folder)
             shutil.copytree(self._copy, self.folder)

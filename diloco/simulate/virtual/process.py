@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diloco.base.errors import DilocoError, StateError
+from diloco.base.errors import DilocoError
 from diloco.base.life import POLL_S, Life, Wait
 from diloco.base.types import Closed, Commit, Contribution, Counted, Skip
 from diloco.exchange.engine import Exchange
@@ -165,7 +165,7 @@ class SimulatedProcess:
                 raise Violation("I7", f"{self.name} leaves, and nobody asked it to")
             self.die(self.ended or "its life is over")
         elif isinstance(error, DilocoError):  # the process ends with an error for a person, who starts it again
-            self.world.started_again(self, with_disk=not isinstance(error, StateError))
+            self.world.started_again(self, with_disk=self.world.endings.ends(self, error))
             self.die(f"{type(error).__name__}: {error.cause}".replace(f"{self.disk.root}/", ""))
         else:
             raise error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -162,6 +163,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.work_s = WORK_S
         """Time that work of another thread takes."""
         self.stopped = self.dead = False
+        self.died_s = math.inf
+        """Virtual time of its death."""
         self.waiting: list[Happening] = []
         """Callbacks for when it goes on."""
         self._tasks: list[asyncio.Task[Any]] = []
@@ -179,6 +182,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def die(self) -> None:
         """The process is dead. What it was doing is let go of later, in good order: nothing of it is heard any more."""
         self.dead, self.stopped, self.waiting = True, False, []
+        self.died_s = self._timeline.now_s
         self._timeline.after(0.0, self._timeline.alone, self, self.bury)
 
     def bury(self) -> None:

@@ -31,6 +31,7 @@ from diloco.simulate.virtual.faults import strike
 from diloco.simulate.virtual.network import SimulatedNetwork
 from diloco.simulate.virtual.operator import SimulatedOperator
 from diloco.simulate.virtual.oracle.afterwards import SimulatedAftermath
+from diloco.simulate.virtual.oracle.endings import SimulatedEndings
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.invariants import SimulationInvariants
 from diloco.simulate.virtual.oracle.machines import SimulatedMachines
@@ -89,6 +90,7 @@ class SimulatedWorld:
         self.setup = SimulationSetup(plan)
         self.machines = SimulatedMachines(self)
         self.promise = SimulatedPromise(self)
+        self.endings = SimulatedEndings(self)
         self.operator = SimulatedOperator(self)
         self.network = SimulatedNetwork(self, Random(f"{plan.seed}/network"), plan.delay_s, plan.loss)
         self.invariants = SimulationInvariants(self)
@@ -301,6 +303,7 @@ class SimulatedWorld:
         self._owner[host.loop] = host
         host.loop.offset_s = CLOCK_S
         self.machines.starts(host)
+        self.endings.begins(host)
         if name in self.clockless:
             self.clockless[name] += 1
             host.loop.offset_s = self.clockless[name] * NO_CLOCK_S - self.now
@@ -317,6 +320,7 @@ class SimulatedWorld:
         second = self.process_of(first.name, life, f"{first.name}:{life + 2}", founder=False, resumes=True)
         second.first, second.disk = first, first.disk
         self._owner[second.loop] = second
+        self.endings.begins(second)
         second.begin()
 
     def _address(self, name: str, life: int) -> str:

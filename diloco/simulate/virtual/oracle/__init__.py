@@ -10,5 +10,6 @@ Read in this order:
     lanes.py        the work of each lane, which is that of its state machine, and its streams
     promise.py      whether versions must close now, by what the rules promise
     machines.py     which processes share a machine, and which deaths its kernel proves
+    endings.py      errors that end a process, each of which a fault must explain
     afterwards.py   what is checked in the end: ledgers, totals, and that what was agreed on stayed
 """

@@ -1,0 +1,129 @@
+"""Ends of simulated processes with an error for a person, who starts them again: a fault must explain each.
+
+Such an error says that something is wrong with a machine, a disk or the network. Where nothing is, the error is a bug:
+a peer that nobody lets in, or a state that nobody gives. Nobody would see it, as the process is started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diloco.base.errors import DilocoError, EvictedError, ResourceError, StateError, UnreachableError
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.plans.setup import SUSPECT_S
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.process import SimulatedProcess
+    from diloco.simulate.virtual.world import SimulatedWorld
+
+DISTURBANCES = (
+    "stop", "busy", "cut", "link", "tunnel", "slow", "late", "corrupt", "flip", "muffle", "duel", "replay", "lie",
+    "drift",
+)  # fmt: skip
+"""Faults that keep a living peer from giving its state, or from being heard."""
+REFUSED_S = 3 * SUSPECT_S
+"""A joiner is refused for so long before it ends: by members that hear another of its name, or did `SUSPECT_S` ago."""
+SLACK_S = 1.0
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A fault that explains an error with which a simulated process ends."""
+
+    error: type[DilocoError]
+    words: str
+    """They are in the error's cause."""
+    fault: Callable[[SimulatedEndings, SimulatedProcess], bool]
+    """Whether there is such a fault."""
+    keeps_disk: bool = True
+    """A person starts the process again with its disk; else with an empty one."""
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """A process's beginning: when it was, and how often its disk had refused something until then."""
+
+    at_s: float
+    refusals: int
+
+
+class SimulatedEndings:
+    """Errors that end the processes of a simulation (I5, I7)."""
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        self.world = world
+        self._beginnings: dict[int, _Beginning] = {}
+        """By life."""
+
+    def begins(self, process: SimulatedProcess) -> None:
+        """A process begins."""
+        self._beginnings[process.life] = _Beginning(self.world.now, process.disk.refusals)
+
+    def ends(self, process: SimulatedProcess, error: DilocoError) -> bool:
+        """A process ends with an error. Returns whether a person starts it again with its disk."""
+        self.world.count("errors")
+        for one in EXPLANATIONS:
+            if isinstance(error, one.error) and one.words in error.cause and one.fault(self, process):
+                return one.keeps_disk
+        invariant = "I5" if "checkpoint" in error.cause else "I7"
+        cause = error.cause.replace(f"{process.disk.root}/", "")
+        kind = type(error).__name__
+        raise Violation(invariant, f"{process.name} ends with {kind}, and no fault explains it: {cause}")
+
+    # ------------------------------------------------------------ faults that explain an error
+
+    def refused(self, process: SimulatedProcess) -> bool:
+        """Its disk was full, or refused a sync, in this life."""
+        return process.disk.refusals > self._beginnings[process.life].refusals
+
+    def damaged(self, process: SimulatedProcess) -> bool:
+        """Somebody damaged its disk, or that lied about its syncs: no checkpoint on it is whole for certain."""
+        return process.disk.damaged and process.disk.durable < 0
+
+    def has_twin(self, process: SimulatedProcess) -> bool:
+        """Another process of its name lived while it was refused, or its clock makes it an earlier life."""
+        if process.name in self.world.clockless:
+            return True
+        began_s = max(self._beginnings[process.life].at_s, self.world.now - REFUSED_S)
+        since_s = began_s + REFUSED_S - SUSPECT_S - SLACK_S
+        processes = self.world.machines.processes()
+        others = [one for one in processes if one.name == process.name and one is not process and one.up]
+        return any(one.loop.died_s >= since_s for one in others)
+
+    def unreached(self, process: SimulatedProcess) -> bool:
+        """Messages of others may not have reached it."""
+        return self._disturbed(process.name, self._beginnings[process.life].at_s)
+
+    def uncopied(self, process: SimulatedProcess) -> bool:
+        """All who had a state died, or were disturbed, while it wanted a copy; or it was itself. Or a lineage was
+        founded meanwhile: no member has a state of the one that let it in."""
+        since_s = max(self._beginnings[process.life].at_s, self.world.now - self.world.setup.site.timeouts.join_s)
+        living = [host for host in self.world.living() if host is not process and host.up and not host.witness]
+        givers = [host for host in living if self._beginnings[host.life].at_s < since_s]
+        if self.world.invariants.founded_s >= since_s:
+            return True
+        return self._disturbed(process.name, since_s) or all(self._disturbed(host.name, since_s) for host in givers)
+
+    def _disturbed(self, name: str, since_s: float) -> bool:
+        """Whether a fault of the plan concerned this peer since then."""
+        return any(
+            fault.kind in DISTURBANCES
+            and (not fault.peer or name in fault.peer.split("+"))
+            and fault.at_s <= self.world.now
+            and fault.over_s >= since_s
+            for fault in self.world.plan.faults
+        )
+
+
+EXPLANATIONS = (
+    Explanation(ResourceError, "another process", lambda endings, process: process.first is not None),
+    Explanation(ResourceError, "", SimulatedEndings.refused),
+    Explanation(StateError, "checkpoint", SimulatedEndings.damaged, keeps_disk=False),
+    Explanation(StateError, "asked to leave", lambda endings, process: process.leaving),
+    Explanation(StateError, "state", SimulatedEndings.uncopied),
+    Explanation(EvictedError, "live peer named", SimulatedEndings.has_twin),
+    Explanation(UnreachableError, "nobody reaches", SimulatedEndings.unreached),
+)
+"""All that is excused. An error that is not among them, or has none of these faults, is a violation."""
