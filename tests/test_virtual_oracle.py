@@ -77,6 +77,23 @@ def test_all_that_is_planted_has_a_plan_that_shows_it() -> None:
     assert {invariant for invariant, _ in SHOWN.values()} == {f"I{number}" for number in range(1, 9)}
 
 
+@pytest.mark.parametrize("bug", ["saves-nothing", "resumes-from-nothing"])
+def test_where_all_trainers_are_dead_the_run_is_resumed_and_must_have_lost_nothing(bug: str) -> None:
+    plan = FaultPlan(peers=2, faults=(Fault(9.0, "kill", "p0"), Fault(9.2, "kill", "p1")))
+    with planted(bug):
+        assert SimulatedWorld(plan).run().violation.startswith("I5:")
+    outcome = SimulatedWorld(plan, record=True).run()
+    assert any("begins again from its checkpoint" in line for line in outcome.lines)
+    assert not outcome.violation
+
+
+def test_a_run_that_all_have_left_is_not_resumed() -> None:
+    plan = FaultPlan(peers=2, faults=(Fault(5.0, "leave", "p0"), Fault(6.0, "leave", "p1")))
+    outcome = SimulatedWorld(plan, record=True).run()
+    assert not any("begins again" in line for line in outcome.lines)
+    assert not outcome.violation
+
+
 @pytest.mark.parametrize("bug", SHOWN)
 def test_an_invariant_fails_where_production_is_wrong(bug: str) -> None:
     invariant, plan = SHOWN[bug]

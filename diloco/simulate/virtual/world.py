@@ -265,7 +265,9 @@ class SimulatedWorld:
         return well or self._all_left()
 
     def _all_left(self) -> bool:
-        return all(host.witness for host in self._honest())
+        """Whether all trainers left in good order: nobody wants more of the run. Where one died, an operator resumes."""
+        trainers = [host for host in self.hosts.values() if not host.witness]
+        return all(not host.alive and host.gone for host in trainers if host.name not in self.liars)
 
     def _not_well(self) -> str:
         stands = ", ".join(map(_standing, self._honest()))
