@@ -18,6 +18,7 @@ pytestmark = pytest.mark.no_cover  # which makes a simulation nearly twice as sl
 TWO = FaultPlan(peers=2)
 KILLED = (Fault(3.0, "kill", "p1"),)
 BACK = (Fault(6.0, "kill", "p1"), Fault(6.3, "restart", "p1", how="disk"))
+NO_POWER = (Fault(6.0, "power", "p1"), Fault(6.3, "restart", "p1", how="disk"))
 BLANK = (Fault(6.0, "power", "p1"), Fault(6.3, "restart", "p1", how="blank"))
 AWAY = (Fault(3.0, "cut", "p1", 5.0, "both, reset"),)
 ALL_DIE = (Fault(9.0, "blackout", "*"), Fault(9.5, "resume", "p0"))
@@ -64,6 +65,7 @@ SHOWN: dict[str, tuple[str, FaultPlan]] = {
     "forgiven-offence": ("I6", FaultPlan(peers=3, faults=(Fault(1.0, "lie", "p2", 8.0, "short"),))),
     "leaves-out-uncounted": ("I3", TWO),
     "lost-residual": ("I4", FaultPlan(peers=2, codec="int8", feedback=1.0)),
+    "cuts-ledger-short": ("I2", FaultPlan(peers=3, faults=NO_POWER)),
     "ends-when-refused": ("I7", FaultPlan(peers=3, faults=BLANK)),
     "copies-once-in-vain": ("I7", TWO),
     "reads-no-checkpoint": ("I5", FaultPlan(peers=3, faults=BACK)),
@@ -75,6 +77,13 @@ def test_all_that_is_planted_has_a_plan_that_shows_it() -> None:
     assert BUGS.keys() <= SHOWN.keys() <= BUGS.keys() | planted.BUGS.keys()
     assert BUGS.keys().isdisjoint(planted.BUGS)
     assert {invariant for invariant, _ in SHOWN.values()} == {f"I{number}" for number in range(1, 9)}
+
+
+def test_a_loss_of_power_excuses_no_loss_of_what_was_synced() -> None:
+    plan = FaultPlan(peers=2, faults=(Fault(9.0, "blackout", "*", how="power"), Fault(9.5, "resume", "p0")))
+    with behaving_wrongly("saves-nothing"):
+        assert SimulatedWorld(plan).run().violation.startswith("I5:")
+    assert not SimulatedWorld(plan).run().violation
 
 
 @pytest.mark.parametrize("bug", ["saves-nothing", "resumes-from-nothing"])

@@ -45,10 +45,10 @@ class SimulatedDisk:
         """Syncs that are left before a death in the middle of a checkpoint; below 0: there is none."""
         self.tears: Callable[[], None] | None = None
         """Ends the process in the middle of the next record of its ledger."""
-        self.loses = False
-        """Something that was written to it was not kept."""
         self.damaged = False
         """It lacks what was synced: by a flipped bit, an old copy, or lies about syncs and a loss of power."""
+        self.rollbacks = 0
+        """Times that an old copy took its place."""
         self.refusals = 0
         """Writes and syncs that it refused, as it was full or broken."""
         self.saved: list[SavedProgress] = []
@@ -68,7 +68,6 @@ class SimulatedDisk:
         """Write to a file of the disk. Half of the data is there, and OSError is raised, when it is full;
         or the process dies."""
         if self.full or self.tears is not None:
-            self.loses = True
             os.write(descriptor, data[: len(data) // 2])
             if self.tears is not None:
                 dies, self.tears = self.tears, None
@@ -86,7 +85,6 @@ class SimulatedDisk:
         status = os.fstat(descriptor)
         grown = path.is_file() and status.st_size > self._synced.get(status.st_ino, 0)
         if self.broken or (self.full and grown):
-            self.loses = True
             self.refusals += 1
             number = errno.EIO if self.broken else errno.ENOSPC
             raise OSError(number, os.strerror(number), str(path))
@@ -154,7 +152,6 @@ class SimulatedDisk:
     def lose_power(self, dice: Random) -> None:
         """Lose names, and cut files off, that were not synced, as a loss of power does. Behind the cut there may be
         bytes that nobody wrote."""
-        self.loses = True
         if self.lying:
             self.damaged, self.durable = True, -1
         for folder in [self.folder, *sorted(self.folder.rglob("*"))] if self.folder.exists() else ():
@@ -198,8 +195,8 @@ class SimulatedDisk:
 
     def go_back(self) -> None:
         """Somebody brings back an old copy of the disk, with the first checkpoint on it."""
-        self.loses = self.damaged = True
-        self.durable = -1
+        self.damaged, self.durable = True, -1
+        self.rollbacks += 1
         if self._copy.exists():
             shutil.rmtree(self.folder)
             shutil.copytree(self._copy, self.folder)
@@ -212,7 +209,7 @@ class SimulatedDisk:
     def cloned(self) -> SimulatedDisk:
         """A copy of this disk in another machine."""
         other = self._successor()
-        other.saved = [*self.saved]
+        other.saved, other.damaged = [*self.saved], self.damaged
         if self.folder.exists():
             shutil.copytree(self.folder, other.folder)
             other.settle()

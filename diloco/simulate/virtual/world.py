@@ -265,7 +265,7 @@ class SimulatedWorld:
         return well or self._all_left()
 
     def _all_left(self) -> bool:
-        """Whether all trainers left in good order: nobody wants more of the run. Where one died, an operator resumes."""
+        """Whether all trainers left in good order: nobody wants more of the run. Where one died, it is resumed."""
         trainers = [host for host in self.hosts.values() if not host.witness]
         return all(not host.alive and host.gone for host in trainers if host.name not in self.liars)
 

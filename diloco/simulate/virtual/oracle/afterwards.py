@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.accounts.audit import examine
-from diloco.accounts.books import Book, RecordedLife, book_of, chain_of
+from diloco.accounts.books import Book, ChainRecord, RecordedLife, book_of, chain_of
 from diloco.accounts.ledger import LEDGER, Totals, read_ledger
 from diloco.base.errors import StateError
 from diloco.base.types import Commit
@@ -55,41 +55,49 @@ class SimulatedAftermath:
     # ------------------------------------------------------------ I2: the ledgers
 
     def _check_opened(self, books: Sequence[Book]) -> None:
-        """I2: each simulated life that booked anything is in a ledger, unless its disk lost something."""
+        """I2: each simulated life of which a disk must have a record is in a ledger."""
         opened = {(book.peer, life.opening["incarnation"]) for book in books for life in book.lives}
         for process in self.world.machines.processes() if self.world.keeps_disks else ():
             progress = process.progress
-            if progress is None or not progress.booked or process.disk.loses:
+            if progress is None or not process.records.kept or process.records.rolled_back:
                 continue
             if (process.name, progress.journal.opening.incarnation) not in opened:
                 raise Violation("I2", f"no ledger tells that a life of {process.name} began")
 
     def _check_totals(self, book: Book, life: RecordedLife) -> None:
-        """I2: a simulated life's ledger has the totals that were counted apart, record by record."""
-        found = sum(record.kind != "gap" for record in life.records)
+        """I2: a simulated life's ledger has the totals that were counted apart, record by record, and lacks none that
+        was on the disk for certain."""
         lives = self.world.machines.lives_of(book.peer, int(life.opening["incarnation"]))
         lives = [one for one in lives if one.progress is not None]
         counted = [one.progress.booked for one in lives if one.progress is not None]
-        if not any(_follow(life, true) for true in counted):
+        covered = [number for number in (_covered(life, true) for true in counted) if number is not None]
+        if not covered:
             raise Violation("I2", f"the ledger of {book.peer} has totals that were not so: {life.records[-1].totals}")
         here = len(lives) == 1 and lives[0].disk.folder.name == book.directory.name
-        if here and not lives[0].disk.loses and found != len(counted[0]):
-            raise Violation("I2", f"the ledger of {book.peer} has {found} records of a life, of {len(counted[0])}")
+        if here and not lives[0].records.rolled_back and covered[0] < lives[0].records.kept:
+            what = f"tells of {covered[0]} records of a life, of {lives[0].records.kept}"
+            raise Violation("I2", f"the ledger of {book.peer} {what}")
 
     def _audit(self, books: Sequence[Book]) -> None:
         """Audit the ledgers that all simulated lives wrote, by the code of `diloco audit`. What the dead had alone, the
-        operator may have given up for lost: of that version there may be two. What a disk lost is in no ledger."""
-        given_up = self.invariants.given_up()
-        lost = any(process.disk.loses for process in self.world.machines.processes())  # also on one that was replaced
-        for finding in examine(books, chain_of(books)).violations if books else ():
+        operator may have given up for lost: of that version there may be two. What no disk had for certain is in no
+        ledger, maybe."""
+        given_up, chain = self.invariants.given_up(), chain_of(books)
+        for finding in examine(books, chain).violations if books else ():
             if finding.rule in ("I1", "I8") and finding.version in given_up:
                 continue
             if finding.rule == "I1" and finding.version in self.invariants.drifted:
                 continue  # two states of it are in the ledgers: what an audit is for
-            if finding.rule == "I5" and lost and "in no ledger" in finding.text:
+            if finding.rule == "I5" and "in no ledger" in finding.text and not self._was_kept(finding.version, chain):
                 continue
             where = f"{finding.peer}, version {finding.version}, line {finding.line} of its ledger"
             raise Violation(finding.rule, f"audit: {where}: {finding.text}")
+
+    def _was_kept(self, version: int, chain: ChainRecord) -> bool:
+        """Whether a disk must have the commit before one of this version, with which the ledgers' chain begins."""
+        missing = {root.previous for root in chain.roots() if root.version == version}
+        processes = list(self.world.machines.processes())
+        return any(process.records.keeps_commit(digest) for digest in missing for process in processes)
 
     def _audit_without_founders(self, books: Sequence[Book]) -> None:
         """I8: who audits some of the simulated ledgers accuses nobody of what only the others can tell."""
@@ -146,8 +154,9 @@ class SimulatedAftermath:
         return invariants.refounded[kept.lineage] in (None, kept.previous)
 
 
-def _follow(life: RecordedLife, counted: Sequence[Totals]) -> bool:
-    """Whether a ledger's records of a life are the counted ones, from the first on, but for those that gaps tell of."""
+def _covered(life: RecordedLife, counted: Sequence[Totals]) -> int | None:
+    """Number of the counted records, from the first on, that a ledger's life has, or tells of in gaps; None: it has
+    others."""
     place = 0
     for record in life.records:
         if record.kind == "gap":
@@ -155,5 +164,5 @@ def _follow(life: RecordedLife, counted: Sequence[Totals]) -> bool:
         elif place < len(counted) and counted[place] == record.totals:
             place += 1
         else:
-            return False
-    return True
+            return None
+    return place

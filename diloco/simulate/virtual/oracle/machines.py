@@ -84,16 +84,15 @@ class SimulatedMachines:
         return None
 
     def saved_at_least(self, versions: int) -> int:
-        """Version that some disk, of those that lost nothing, must have a checkpoint of, or of a later one: each life
-        saves one after so many versions, and may die while it does."""
+        """Version that some disk must have a checkpoint of, or of a later one: it is known to be whole; or a life whose
+        disk refused nothing saves one after so many versions, and may die while it does."""
+        disks = [disk for name, disk in self.world.disks.items() if name in self.world.plan_names]
         found = [
             process.line.state.version - 2 * versions
-            for name, processes in self._processes.items()
-            for process in processes
-            if process.entered and name in self.world.plan_names and not process.disk.loses
-            if process.disk is self.world.disks[name]
+            for process in self.processes()
+            if process.entered and process.disk in disks and not (process.disk.damaged or process.disk.refusals)
         ]
-        return max(found, default=-1)
+        return max([*found, *(disk.durable for disk in disks)], default=-1)
 
     def processes(self) -> Iterator[SimulatedProcess]:
         """All processes of the simulation, the dead, too."""

@@ -154,7 +154,7 @@ class SimulatedProgress:
             self._take_out(fragment, counted)
         elif any(entry.peer == self.host.name for entry in commit.counted):
             self._fade(commit)
-        self._check(f"version {commit.version}")
+        self._check(f"version {commit.version}", applied=commit)
 
     def _fade(self, commit: Commit) -> None:
         """A version counts what an earlier life sent, with the codec's error in it: the residual that came from there
@@ -252,10 +252,10 @@ class SimulatedProgress:
     def _discard(self, index: int, masks: Sequence[int]) -> None:
         self.discarded[index] = [a | b for a, b in zip(self.discarded[index], masks, strict=True)]
 
-    def _check(self, after: str, records: bool = True) -> None:
+    def _check(self, after: str, records: bool = True, applied: Commit | None = None) -> None:
         """I2 and I4: a simulated peer's weights are the anchor and exactly the pieces that are still its own.
 
-        `records`: the ledger has a record of it.
+        `records`: the ledger has a record of it; `applied`: with this version.
         """
         name, line = self.host.name, self.line
         if line.trained.tokens != self.tokens or self.tokens < 0:
@@ -265,7 +265,7 @@ class SimulatedProgress:
             raise Violation("I2", f"{name} after {after}: the books say {self.journal.totals}, it was {totals}")
         if records:
             self.booked.append(totals)
-            self.host.records.booked()
+            self.host.records.booked(len(self.booked), applied)
         committed = self.invariants.committed(line.commit)
         for index, masks in enumerate(self.uncommitted):
             for part, (ours, theirs, gone) in enumerate(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.accounts.ledger import LEDGER
+from diloco.base.types import Commit
 from diloco.outer.fragments import read_fragment
 from diloco.simulate.virtual.oracle.gate import Violation
 
@@ -62,6 +63,10 @@ class SimulatedRecords:
         self._begun: SavedProgress | None = None
         self._before: set[int] = set()
         """Versions of the checkpoints that there are meanwhile, up to its own."""
+        self.kept = 0
+        """Records of this life's ledger, from the first on, that are on the disk whatever happens to its machine."""
+        self._kept_commits: set[str] = set()
+        self._rollbacks = process.disk.rollbacks
 
     # ------------------------------------------------------------ checkpoints
 
@@ -148,12 +153,27 @@ class SimulatedRecords:
 
     # ------------------------------------------------------------ the ledger
 
-    def booked(self) -> None:
-        """A record was written: it is on the disk before the life goes on."""
+    def booked(self, records: int, applied: Commit | None) -> None:
+        """A record was written, the last of so many, or a gap is to tell of it: all are on the disk before the life
+        goes on, where that keeps anything now. `applied`: the version that it is about."""
         disk = self._process.disk
         path = disk.folder / LEDGER
-        if disk.keeps and path.exists() and not disk.certain(path):
+        if not disk.keeps:
+            return
+        if path.exists() and not disk.certain(path):
             raise Violation("I2", f"{self._process.name} goes on before the ledger's last record is on its disk")
+        self.kept = records
+        if applied is not None:
+            self._kept_commits.add(applied.digest)
+
+    @property
+    def rolled_back(self) -> bool:
+        """Whether an old copy of the disk took the place of what this life wrote."""
+        return self._process.disk.rollbacks > self._rollbacks
+
+    def keeps_commit(self, digest: str) -> bool:
+        """Whether this life's ledger has a commit for certain."""
+        return digest in self._kept_commits and not self.rolled_back
 
 
 def _tensors(path: Path) -> Mapping[str, Tensor]:
