@@ -89,7 +89,7 @@ def test_a_loss_of_power_excuses_no_loss_of_what_was_synced() -> None:
 @pytest.mark.parametrize("bug", ["saves-nothing", "resumes-from-nothing"])
 def test_where_all_trainers_are_dead_the_run_is_resumed_and_must_have_lost_nothing(bug: str) -> None:
     plan = FaultPlan(peers=2, faults=(Fault(9.0, "kill", "p0"), Fault(9.2, "kill", "p1")))
-    with planted(bug):
+    with behaving_wrongly(bug):
         assert SimulatedWorld(plan).run().violation.startswith("I5:")
     outcome = SimulatedWorld(plan, record=True).run()
     assert any("begins again from its checkpoint" in line for line in outcome.lines)
