@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from diloco.base.errors import UsageError
-from diloco.simulate.virtual.plans.draw import LEAST_BEFORE_S, OTHER_CODECS, draw
+from diloco.simulate.virtual.plans.draw import MIN_BEFORE_S, OTHER_CODECS, draw
 from diloco.simulate.virtual.plans.plan import FLIPPED, IN_CHECKPOINT, IN_RECORD, NO_CLOCK, OMITS, Fault
 from diloco.simulate.virtual.search import SeedOptions
 
@@ -73,7 +73,7 @@ def test_a_situation_comes_late_and_the_run_is_well_before_it() -> None:
         before = [fault for fault in plan.faults if fault.at_s < duel]
         died = {fault.peer for fault in before if fault.kind in ("kill", "power")}
         assert died <= {fault.peer for fault in before if fault.kind == "restart"}
-        assert not duel or duel > LEAST_BEFORE_S
+        assert not duel or duel > MIN_BEFORE_S
 
 
 def test_what_is_rare_is_in_some_plans() -> None:

@@ -49,7 +49,7 @@ CHECKPOINTS_EVERY = (2, 2, 3, 4)
 """Versions from one checkpoint to the next."""
 MACHINES_SHARE, MACHINES_BEFORE = 0.6, 0.75
 """Share of the plans without a situation that have a fault of a machine, and of such among those before a situation."""
-BEFORE_SHARE, LEAST_BEFORE_S, MOST_EXCHANGE_S = 0.6, 20.0, 10.0
+BEFORE_SHARE, MIN_BEFORE_S, MAX_EXCHANGE_S = 0.6, 20.0, 10.0
 """A situation comes after so many of a run's versions, and not before that time, in which the faults before it are over
 and all are together again; over slower uplinks at once."""
 BANDWIDTH_SHARE, BANDWIDTH_MBIT, LIMITED_ROUND_S = 0.15, ("0", "0.5", "1", "4"), 1.0
@@ -127,12 +127,12 @@ def _as_it_is(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 def _comes_late(dice: Random, plan: FaultPlan, size: Size) -> FaultPlan:
     """A plan whose situation comes when the run has gone on for a while, through faults that are over by then."""
-    if plan.longest_exchange_s > MOST_EXCHANGE_S:
+    if plan.longest_exchange_s > MAX_EXCHANGE_S:
         return plan
     names = [f"p{index}" for index in range(plan.peers)]
     round_s = plan.round_s + EXCHANGE_S
-    before_s = max(BEFORE_SHARE * size.versions * round_s, LEAST_BEFORE_S)
-    factor = (before_s - LEAST_BEFORE_S + QUIET_AFTER_S) / QUIET_AFTER_S
+    before_s = max(BEFORE_SHARE * size.versions * round_s, MIN_BEFORE_S)
+    factor = (before_s - MIN_BEFORE_S + QUIET_AFTER_S) / QUIET_AFTER_S
     faults = [replace(fault, at_s=round(before_s + fault.at_s, 2)) for fault in plan.faults]
     for number in range(dice.choices((0, 1, 2), (25, 45, 30))[0] + dice.randint(0, size.more_faults)):
         kinds = MACHINES if dice.random() < MACHINES_BEFORE else PASSING

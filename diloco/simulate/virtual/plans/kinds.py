@@ -213,7 +213,7 @@ MACHINES: Mapping[str, Draw] = {
     "flipped": _flipped,
     "old disk": _old_disk,
 }
-"""What goes wrong with machines: forwarders, links, bits, disks, power, processes started twice. All heal."""
+"""Faults of machines: forwarders, links, bits, disks, power, processes started twice. All heal."""
 PASSING: Mapping[str, Draw] = {
     "kill": _killed,
     "stop": _for_a_while,
