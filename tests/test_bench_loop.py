@@ -1,4 +1,7 @@
-"""scripts/bench-loop, run as it is, with a small state: a peer copies it, and catches up over four commits."""
+"""scripts/bench-loop, run as it is, with a small state: a peer copies it, and catches up over four commits.
+
+Small in all, and not in parts: chunks and payloads have the size of those of 256M parameters.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 def test_no_callback_is_long_while_a_peer_catches_up(tmp_path: Path) -> None:
     found = tmp_path / "loop.json"
-    command = [sys.executable, str(BENCH), "--parameters", "1000000", "--json", str(found)]
+    command = [sys.executable, str(BENCH), "--parameters", "8388608", "--json", str(found)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     phases = json.loads(found.read_text())

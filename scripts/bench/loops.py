@@ -36,6 +36,7 @@ CONTRACT = {
     "model": {"kind": "external"},
     "inner": {"steps": 1},
     "outer": {"optimizer": "sgd", "lr": 0.7},
+    "sync": {"part_elements": 2**22},  # as for 256M parameters: a smaller state has fewer parts, of the same size
     "codec": {"name": "int4", "zstd": False},
 }
 SITE = {"network": {"listen": "127.0.0.1:0", "serve_bps": 1e12}, "timeouts": {"suspect_s": 4.0}}
