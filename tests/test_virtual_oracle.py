@@ -10,6 +10,7 @@ import pytest
 
 from diloco.simulate.virtual import planted
 from diloco.simulate.virtual.plans.plan import Fault, FaultPlan
+from diloco.simulate.virtual.planted import plant
 from diloco.simulate.virtual.world import SimulatedWorld
 from tests.virtual_bugs import BUGS, behaving_wrongly
 
@@ -65,6 +66,7 @@ SHOWN: dict[str, tuple[str, FaultPlan]] = {
     "forgiven-offence": ("I6", FaultPlan(peers=3, faults=(Fault(1.0, "lie", "p2", 8.0, "short"),))),
     "leaves-out-uncounted": ("I3", TWO),
     "lost-residual": ("I4", FaultPlan(peers=2, codec="int8", feedback=1.0)),
+    "founds-with-majority": ("I8", FaultPlan(peers=3, without_majority="continue", faults=AWAY)),
     "cuts-ledger-short": ("I2", FaultPlan(peers=3, faults=NO_POWER)),
     "ends-when-refused": ("I7", FaultPlan(peers=3, faults=BLANK)),
     "copies-once-in-vain": ("I7", TWO),
@@ -77,6 +79,13 @@ def test_all_that_is_planted_has_a_plan_that_shows_it() -> None:
     assert BUGS.keys() <= SHOWN.keys() <= BUGS.keys() | planted.BUGS.keys()
     assert BUGS.keys().isdisjoint(planted.BUGS)
     assert {invariant for invariant, _ in SHOWN.values()} == {f"I{number}" for number in range(1, 9)}
+
+
+def test_a_block_that_two_peers_read_is_noticed_where_a_lineage_may_part() -> None:
+    plan = FaultPlan(peers=3, without_majority="continue")
+    with plant("shared-lease"):
+        assert SimulatedWorld(plan).run().violation.startswith("I2:")
+    assert not SimulatedWorld(plan).run().violation
 
 
 def test_a_loss_of_power_excuses_no_loss_of_what_was_synced() -> None:

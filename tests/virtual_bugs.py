@@ -25,6 +25,7 @@ from diloco.exchange.work import LanePayloads
 from diloco.peer.peer import Peer, Refusal
 from diloco.protocol import messages as m
 from diloco.protocol import view
+from diloco.protocol.membership import Membership
 from diloco.protocol.reduction import Tally
 from diloco.protocol.view import Electorate
 from diloco.run.past import PastRun
@@ -176,6 +177,13 @@ def _cuts_ledger_short() -> Instead:
 
     begin = Ledger.__init__
     return [(Ledger, "__init__", opening)]
+
+
+def _founds_with_majority() -> Instead:
+    def lonely(membership: Membership) -> str:
+        return "" if len(membership.alive()) == len(membership.chain.view) else "somebody is missing"
+
+    return [(Membership, "no_majority", lonely)]
 
 
 def _ends_when_refused() -> Instead:

@@ -5,6 +5,7 @@ Read in this order:
     gate.py         who and what is let in, and `Violation`
     invariants.py   I1 to I8 of the design, checked when something changes; means and versions made once more
     ballots.py      promises and votes, checked when they are given
+    apart.py        lineages apart, by the messages that each life heard
     progress.py     what each peer trained, followed in pieces until a version counts it
     copies.py       copies of the state: whole, and not given up too early
     lanes.py        the work of each lane, which is that of its state machine, and its streams

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,14 @@ SOON_S = 0.3
 """A version that closed within this time may not have reached others."""
 LEAVING_S = 1.5
 """Longest time that a peer which is to leave takes to give up a round."""
+
+
+def bits(mask: int) -> Iterator[int]:
+    """Numbers of the bits that are set."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
 
 
 class SimulatedSteps:
@@ -200,13 +208,17 @@ class SimulatedSteps:
 class SimulatedBlocks:
     """Data blocks that all simulated peers read, and the pieces of progress that they were read for.
 
-    Under `continue` two lineages lease the same blocks, and who comes back from one that ended may read some once more.
+    Two lineages that parted lease the same blocks, and who comes back from one that ended may read some once more: only
+    there a block is read for two pieces.
     """
 
-    def __init__(self, continues: bool) -> None:
-        self._continues = continues
+    def __init__(self, back_from: Callable[[Commit], Iterator[str]]) -> None:
+        """`back_from`: returns digests of the commits that led to one, and its own."""
+        self._back_from = back_from
         self._pieces: dict[int, int] = {}
         """By block, as a bit mask."""
+        self._read_at: dict[int, str] = {}
+        """By piece: the commit at which its block was read."""
 
     def reads(self, name: str, line: Line, block: int, piece: int, counted: int) -> None:
         """I2: a simulated peer reads a block for a piece of progress. It is leased to it, and none of the pieces that
@@ -218,9 +230,10 @@ class SimulatedBlocks:
             version = line.commit.version if line.commit is not None else -1
             raise Violation("I2", f"{name} reads block {block}, which version {version} does not lease to it")
         earlier = self._pieces.get(block, 0)
-        if earlier & counted:
+        if earlier & counted and not self._parted(line, earlier & counted):
             raise Violation("I2", f"{name} reads block {block} once more, and its progress is counted or kept")
         self._pieces[block] = earlier | 1 << piece
+        self._read_at[piece] = line.commit.digest if line.commit is not None else ""
 
     def sends(self, name: str, line: Line, contribution: Contribution, uncommitted: int) -> None:
         """I2: the blocks of a contribution, at the front of the lease, are those that were read for it."""
@@ -229,10 +242,16 @@ class SimulatedBlocks:
             return
         blocks = [block for run in held for block in range(run.start, run.stop)]
         unread = [block for block in blocks[: contribution.blocks] if block not in self._pieces]
-        rest = [block for block in blocks[contribution.blocks :] if self._pieces.get(block, 0) & uncommitted]
+        made = {block: self._pieces.get(block, 0) & uncommitted for block in blocks[contribution.blocks :]}
+        rest = [block for block, pieces in made.items() if pieces and not self._parted(line, pieces)]
         if unread or rest:
             what = f"sends {contribution.blocks} blocks: {unread} of them it did not read, and not {rest}"
             raise Violation("I2", f"{name} {what}")
 
+    def _parted(self, line: Line, pieces: int) -> bool:
+        """Whether each of these pieces was read in a lineage that parted from that of the line."""
+        shared = set(self._back_from(line.commit)) if line.commit is not None else set()
+        return all(self._read_at[piece] not in shared for piece in bits(pieces))
+
     def _held(self, line: Line, name: str) -> Sequence[Blocks] | None:
-        return line.commit.leases.held.get(name) if line.commit is not None and not self._continues else None
+        return line.commit.leases.held.get(name) if line.commit is not None else None

@@ -6,6 +6,7 @@ messages. What each of them says is seen here, also what nobody ever receives.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
@@ -100,17 +101,17 @@ class SimulatedBallots:
             return
         self._decided.add(commit.digest)
         members = {member.peer for member in before.view}
-        mine = {host.name, *self._leavers.get(host.name, ())}
+        mine = self.held_by({host.name})
         ballots = self._votes.get(commit.previous, {})
         cast = [voters for (_, digest), voters in ballots.items() if digest == commit.digest]
         votes = max((len((voters | mine) & members) for voters in cast), default=len(mine & members))
-        needed = self._needed(host, before)
+        needed = self.needed(host, before)
         if votes < needed:
             raise Violation("I1", f"{host.name} decides version {commit.version} with {votes} votes of {needed}")
         if not host.holds_mean(commit.mean_digest):
             raise Violation("I5", f"{host.name} decides version {commit.version} without its mean")
 
-    def _needed(self, host: SimulatedProcess, before: Commit) -> int:
+    def needed(self, host: SimulatedProcess, before: Commit) -> int:
         """Votes that decide after a commit, by the deaths that were proven to a simulated peer."""
         members = {member.peer for member in before.view}
         gone = self.world.machines.proved(host, before.view)
@@ -118,11 +119,15 @@ class SimulatedBallots:
         needed = quorum(len(members), len(gone | evicted))
         return min(needed, len(members - gone - evicted)) if evicted else needed
 
+    def held_by(self, peers: Collection[str]) -> set[str]:
+        """Votes that some peers have: their own, and those of leavers who named one of them as their heir."""
+        return set(peers).union(*(self._leavers.get(peer, ()) for peer in peers))
+
     def _check_last(self, host: SimulatedProcess, commit: Commit, ballot: Ballot) -> None:
         """Check that a simulated coordinator votes last, when its vote decides."""
         before = self.world.invariants.commits.get(commit.previous)
         cast = self._votes.get(commit.previous, {}).get(ballot, set())
-        if before is None or len(cast & {member.peer for member in before.view}) >= self._needed(host, before):
+        if before is None or len(cast & {member.peer for member in before.view}) >= self.needed(host, before):
             return
         if not host.holds_mean(commit.mean_digest):
             raise Violation("I5", f"{host.name} accepts {_name(commit, ballot[0])} without its mean")
@@ -169,11 +174,11 @@ class SimulatedBallots:
 
     def _lead(self, host: SimulatedProcess, propose: m.Propose) -> None:
         """Check a simulated later attempt's first proposal: enough promised it; it is the last accepted, if any."""
-        machine, commit, tally = host.machine, propose.commit, host.machine._coordinator._tally
-        mine = {host.name, *machine.electorate.held_by(host.name)}
-        promised = self._promisers.get((commit.previous, propose.attempt), set()) | mine
-        promised &= {member.peer for member in machine.view}
-        if len(promised) < machine.electorate.needed():
+        commit, tally = propose.commit, host.machine._coordinator._tally
+        before = self.world.invariants.commits[commit.previous]
+        promised = self._promisers.get((commit.previous, propose.attempt), set()) | self.held_by({host.name})
+        promised &= {member.peer for member in before.view}
+        if len(promised) < self.needed(host, before):
             what = f"proposes {_name(commit, propose.attempt)} with {len(promised)} promises"
             raise Violation("I1", f"{host.name} {what}")
         accepting = [ready for ready in tally.ready.values() if ready.accepted is not None] if tally is not None else []
@@ -196,7 +201,7 @@ class SimulatedBallots:
         if commit is None or before is None or digest in self.world.invariants.commits:
             return False
         evicted = {one.peer for one in before.view if (one.peer, one.incarnation) in self.world.promise.evicted}
-        evicted = evicted.union(*(self._leavers.get(peer, ()) for peer in evicted))
+        evicted = self.held_by(evicted)
         ballots = self._votes.get(commit.previous, {}).items()
         return all(voters <= evicted for (_, voted), voters in ballots if voted == digest)
 

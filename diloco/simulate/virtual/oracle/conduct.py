@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
+from diloco.simulate.virtual.oracle.apart import SimulatedApart
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.plans.plan import NO_CLOCK
 from diloco.simulate.virtual.plans.setup import HEARTBEAT_S, STALL_S
@@ -64,7 +65,6 @@ class Conduct:
     """Whether a peer asked to join in its last heartbeat."""
     goodbyes: list[tuple[Member, m.Goodbye, str]] = field(default_factory=list)
     """Those that it heard and that may concern a view to come; with the lineage."""
-    alone_since_s: float | None = None
     proposal: tuple[int, str, float] = (-1, "", 0.0)
     """Attempt and digest of what it proposes, and since when."""
     made_of: tuple[object, dict[str, m.Ready]] = (None, {})
@@ -77,7 +77,7 @@ class SimulatedConduct:
     """Checks of the conduct of all simulated lives (I1, I2, I5, I7, I8)."""
 
     def __init__(self, world: SimulatedWorld) -> None:
-        self.world = world
+        self.world, self.apart = world, SimulatedApart(world)
         self._lives: dict[int, Conduct] = {}
         self._left: set[tuple[str, int]] = set()
         """Lives that said goodbye."""
@@ -279,13 +279,14 @@ class SimulatedConduct:
             raise Violation("I1", f"{host.name} closes version {commit.version}, which does not follow its own")
         if commit.fragment < 0:
             self._founds(host, life, commit)
-            self._check_apart(host, life, commit)
+            if commit.previous == life.stands and commit.lineage not in self.world.invariants.refounded:
+                self.apart.follows(host, commit)
         life.stands, life.stood_s = commit.digest, host.now
         if host.machine.me in commit.view:
             self._members.add((host.name, host.machine.me.incarnation))
 
     def _founds(self, host: SimulatedProcess, life: Conduct, commit: Commit) -> None:
-        """A run begins with enough peers. A lineage apart is founded by the first that lives, after its patience."""
+        """Check that a run begins with enough peers, and a lineage apart when it may."""
         if commit.digest in self._founded:
             return
         self._founded.add(commit.digest)
@@ -295,18 +296,7 @@ class SimulatedConduct:
             if len(trainers) < rules.start_peers:
                 raise Violation("I8", f"{host.name} founds with {len(trainers)} peers of {rules.start_peers}")
             return
-        since_s, after_s = life.alone_since_s, rules.continue_after_s or 0.0
-        if trainers[0].peer != host.name:
-            raise Violation("I8", f"{host.name} founds a lineage in place of {trainers[0].peer}")
-        if since_s is None or host.now - since_s < after_s - SLACK_S:
-            raise Violation("I8", f"{host.name} founds a lineage before it was alone for {after_s:g} s")
-
-    def _check_apart(self, host: SimulatedProcess, life: Conduct, commit: Commit) -> None:
-        """Check that nobody follows a founder into a lineage apart who has a majority in its own."""
-        follows = commit.previous == life.stands and commit.lineage not in self.world.invariants.refounded
-        founder = next(member.peer for member in commit.view if not member.witness)
-        if follows and life.alone_since_s is None and host.name != founder:
-            raise Violation("I8", f"{host.name} follows {founder} into a lineage apart, and has a majority")
+        self.apart.founds(host, commit)
 
     # ------------------------------------------------------------ after each step
 
@@ -319,7 +309,6 @@ class SimulatedConduct:
             if machine.in_view:
                 self._members.add((host.name, machine.me.incarnation))
         self._followed.add((host.name, machine.me.incarnation, machine.lineage))
-        life.alone_since_s = (life.alone_since_s or host.now) if machine.alone else None
         self._check_tally(host, life)
         if life.goodbyes:
             self._check_heirs(host, life)
@@ -351,6 +340,7 @@ class SimulatedConduct:
             return
         if reply in HEARD and not isinstance(body, m.Committed):
             self._check_life(host, life, envelope.sender)
+        self.apart.hears(host, envelope.sender, body, reply in (m.Reply.OK, m.Reply.STALE))
         match body:
             case m.Heartbeat() if reply in (m.Reply.OK, m.Reply.UNREACHED):
                 self._check_beat(host, life, envelope.sender, body, effects)
@@ -434,6 +424,7 @@ class SimulatedConduct:
             self._check_complaint(host, life)
             self._check_witnesses(host)
         elif isinstance(event, m.Unreachable):
+            self.apart.loses(host, event.member)
             self._check_lost(host, event)
         elif isinstance(event, m.MeanHeld) and life.decided is not None:
             commit, life.decided = life.decided, life.decided if event.mean_digest != life.decided.mean_digest else None

@@ -95,7 +95,7 @@ class SimulationInvariants:
         """By life."""
         self.ballots = SimulatedBallots(world)
         self.gate = SimulatedAdmissions(world)
-        self.blocks = SimulatedBlocks(world.plan.without_majority == "continue")
+        self.blocks = SimulatedBlocks(self.back_from)
         self.conduct = SimulatedConduct(world)
         self.reductions = SimulatedReductions(world)
         self.drifted: set[int] = set()

@@ -6,7 +6,7 @@ it as discarded, never both, and never twice. Sets of pieces are bit masks, one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from diloco.base.types import Closed, Commit, Counted, Skip
 from diloco.outer.fragments import Fragment, read_fragment
 from diloco.outer.line import Line, PendingContribution
 from diloco.outer.merge import Mix
+from diloco.simulate.virtual.oracle.applied import bits
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.plans.setup import NOISES, flat_noise, noises
 
@@ -27,14 +28,6 @@ if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
 
 TOLERANCE = 1e-3
-
-
-def bits(mask: int) -> Iterator[int]:
-    """Numbers of the bits that are set."""
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest
 
 
 def union(masks: Iterable[Iterable[int]]) -> int:
