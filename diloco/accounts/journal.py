@@ -25,7 +25,7 @@ from pathlib import Path
 
 from diloco.accounts.ledger import Ledger, Opening, Position, Totals, open_ledger, sealed_line, unsealed
 from diloco.base.errors import StateError
-from diloco.base.files import disk, sync_path
+from diloco.base.files import disk, make_folders, sync_path
 from diloco.base.types import Commit, Contribution, Counted
 from diloco.config.contract import Contract
 from diloco.config.site import StorageSection
@@ -66,7 +66,7 @@ class Recorder:
         name = f"v{contribution.base_version:08d}.f{contribution.fragment}.{base[:8]:0>8}.{self.incarnation:012x}.bin"
         beside = self.directory / f".{name}.tmp"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_folders(self.directory)
             with beside.open("wb") as file:
                 file.write(sealed_line(header))
                 file.writelines(contribution.parts)

@@ -38,7 +38,7 @@ from xxhash import xxh3_64_hexdigest
 
 from diloco.base import failpoints
 from diloco.base.errors import ResourceError, StateError
-from diloco.base.files import disk, sync_path
+from diloco.base.files import disk, make_folders, sync_path
 from diloco.base.types import Commit, Member
 
 FORMAT = 1
@@ -258,7 +258,7 @@ class DiskFile:
 
     def __init__(self, path: Path) -> None:
         """Open the file, or create it. Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
         self._path, self._descriptor = path, os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         sync_path(path.parent)
 

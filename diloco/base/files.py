@@ -40,6 +40,18 @@ def on_disk(other: Disk) -> Iterator[None]:
         _disk = before
 
 
+def make_folders(path: Path) -> None:
+    """Make a folder, and those above it, where they are missing, and keep their names for certain. Raises OSError."""
+    if not path.is_dir():
+        make_folders(path.parent)
+        path.mkdir(exist_ok=True)
+        try:
+            sync_path(path.parent)
+        except OSError:
+            path.rmdir()  # or the next call would find it there, and sync nothing
+            raise
+
+
 def sync_path(path: Path) -> None:
     """A small tool for any file or folder: `fsync` it. A new name in a folder is on the disk when the folder is."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from diloco.base.errors import ConfigError, DilocoError, ResourceError, UsageError
+from diloco.base.files import make_folders
 from diloco.base.life import Life
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json, contract_of, load_contract, load_site
@@ -135,7 +136,7 @@ def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:
 def make_folder(directory: Path, site: Site) -> Path:
     """Make the folder of a peer that founds or joins a run; it remembers where its data is. Raises ResourceError."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folders(directory)
         remember(directory, site)
     except OSError as error:
         cause = f"cannot write to {directory}: {error.strerror}"

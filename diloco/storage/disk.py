@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diloco.base.errors import ResourceError, StateError
-from diloco.base.files import sync_path
+from diloco.base.files import make_folders, sync_path
 from diloco.island.slices import Box, Pieces, Slice
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ def replacing(target: Path, what: str) -> Iterator[Path]:
     try:
         with writing(what, target):
             remove(beside)
-            beside.mkdir(parents=True)
+            make_folders(beside.parent)
+            beside.mkdir()
             yield beside
             for path in (*beside.iterdir(), beside):
                 sync_path(path)
@@ -102,7 +103,7 @@ _LEFTOVER = re.compile(r"\.(v\d{8,18})\.(\d{1,9})\.(tmp|old)")
 def sweep(directory: Path) -> None:
     """Delete the folders that killed processes left beside checkpoints. A checkpoint that was put aside and has no
     successor gets its name back."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folders(directory)
     for path in directory.iterdir():
         match = _LEFTOVER.fullmatch(path.name)
         if match is None or _is_running(int(match[2])):
