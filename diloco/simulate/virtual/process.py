@@ -239,6 +239,7 @@ class SimulatedProcess:
         """A life whose training side waits for syncs that take their time; its exchange goes on meanwhile."""
         for wanted in life:
             if owed_s := self.disk.owed():
+                self.thawed_s = self.world.now + owed_s  # what it waits for until then is its disk
                 yield Wait(None, owed_s)
             yield wanted
 
