@@ -43,7 +43,7 @@ from diloco.exchange.work import LaneEvents
 from diloco.inner.rank_model import RankModel
 from diloco.island import Island
 from diloco.island.bridge import Bridge
-from diloco.island.connections import RankListener, call_rank_0
+from diloco.island.connections import RankListener, RankWire, call_rank_0
 from diloco.outer.average import unpack
 from diloco.outer.fragments import Fragment, Layout, read_fragment, write_fragment
 from diloco.outer.line import Line, complete
@@ -291,7 +291,7 @@ def two_ranks() -> Iterator[tuple[RemoteLane, Heard, Lane, RemoteExchange, async
     key = secrets.token_bytes(32)
     listener = RankListener("127.0.0.1", key)
     with ThreadPoolExecutor(1) as pool:
-        welcome = pool.submit(listener.accept_ranks, 1, 30.0)
+        welcome = pool.submit(listener.wires, 1, 30.0)
         with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
             Client(("127.0.0.1", listener.port), authkey=b"a guess")
         with socket.create_connection(("127.0.0.1", listener.port)):
@@ -304,11 +304,11 @@ def two_ranks() -> Iterator[tuple[RemoteLane, Heard, Lane, RemoteExchange, async
                     pass
         here, there = Runtime(1.0, 0.0, 1), Runtime(1.0, 0.0, 1)
         lane = Lane(lane_terms(contract(), Site(), LAYOUT), there.link, there.loop)
-        first = RemoteExchange(call_rank_0(("127.0.0.1", listener.port), key, 1), lane, there.loop)
-        connections = welcome.result(DEADLINE_S)
+        first = RemoteExchange(RankWire(call_rank_0(("127.0.0.1", listener.port), key, 1)), lane, there.loop)
+        wires = welcome.result(DEADLINE_S)
         silent.close()
     heard = Heard()
-    remote = RemoteLane(connections[1], here.loop, cast(LaneEvents, heard), 1)
+    remote = RemoteLane(wires[1], here.loop, cast(LaneEvents, heard), 1)
     try:
         yield remote, heard, lane, first, here.loop
     finally:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _in_place = False
+_condition: Callable[[], threading.Condition] = threading.Condition
 
 
 def one_thread(name: str) -> Executor:
@@ -34,6 +35,11 @@ def aside(name: str, work: Callable[[], T]) -> Future[T]:
     return found
 
 
+def condition() -> threading.Condition:
+    """A condition on which any thread waits, and of which any other tells."""
+    return _condition()
+
+
 class InPlace(Executor):
     """An executor without a thread: it runs each call at once, on the caller's thread."""
 
@@ -48,12 +54,13 @@ class InPlace(Executor):
 
 
 @contextmanager
-def in_place() -> Iterator[None]:
+def in_place(waits: Callable[[], threading.Condition] = threading.Condition) -> Iterator[None]:
     """Make `one_thread` return executors without threads meanwhile, in this whole process: a replaced clock could not
-    wait for threads."""
-    global _in_place
-    before, _in_place = _in_place, True
+    wait for threads. `waits`: makes what `condition` returns."""
+    global _in_place, _condition
+    before = _in_place, _condition
+    _in_place, _condition = True, waits
     try:
         yield
     finally:
-        _in_place = before
+        _in_place, _condition = before

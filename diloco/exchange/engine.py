@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Any
 
 from diloco.base import failpoints
@@ -23,7 +22,7 @@ from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Sk
 from diloco.exchange.archive import Archive, Untaken
 from diloco.exchange.background import ExchangeTasks, settle
 from diloco.exchange.lane import Lane
-from diloco.exchange.lanes import Lanes, RemoteLane
+from diloco.exchange.lanes import Lanes, LaneWire, RemoteLane
 from diloco.exchange.lives import Lives
 from diloco.exchange.missed import Fetcher
 from diloco.exchange.statesync import download
@@ -277,8 +276,8 @@ class Exchange(ExchangeTasks):
 
         self._call(begin)
 
-    def assign(self, ranks: Mapping[int, Connection[Any, Any]]) -> None:
-        """Add the lanes of other ranks, which divide the outer state with us: connections, by rank. Before `start`."""
+    def assign(self, ranks: Mapping[int, LaneWire]) -> None:
+        """Add the lanes of other ranks, which divide the outer state with us: wires to them, by rank. Before `start`."""
         self.lanes.others += [RemoteLane(ranks[rank], self._loop, self, rank) for rank in sorted(ranks)]
 
     # ------------------------------------------------------------ the loop's thread from here on

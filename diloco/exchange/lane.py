@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from diloco.base import failpoints
 from diloco.base.hashing import content_hash
-from diloco.base.threads import one_thread
+from diloco.base.threads import condition, one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member
 from diloco.compress import PayloadError
 from diloco.exchange.background import ExchangeTasks
@@ -70,7 +69,7 @@ class Lane(ExchangeTasks):
         """Parts of copies that have come so far."""
         self._closed: dict[int, tuple[int, Closed]] = {}
         """Versions that this rank is to apply, each with the number of the state it was closed on; 0: none here."""
-        self._news = threading.Condition()
+        self._news = condition()
         self._moved = MovedBytes(terms.stall_s / 16, lambda size_bytes: self._head.on_moved(size_bytes))
         self.sender = PartSender(link, terms.stall_s, self._lost, self._moved.count, lambda: self.key)
 

@@ -1,22 +1,15 @@
 """All lanes of one peer: that of rank 0, and those of the other ranks, each over a connection to rank 0.
 
-The connections run over the network that the ranks of an island share. They belong to the island, as those of
-torch.distributed do: a caller must know a key that rank 0 made and sent over torch.distributed. So plain objects travel
-on them, pickled, in order. Payloads of parts cross them only where other peers catch up or copy the state.
+The connections belong to the island (`diloco.island.connections`). Payloads of parts cross them only where other peers
+catch up or copy the state.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
-from typing import Any, TypeVarTuple
+from typing import Any, Protocol, TypeVarTuple
 
 from diloco.base.errors import ResourceError
 from diloco.base.types import Closed, Contribution, Member
@@ -34,12 +27,25 @@ NUMBER = "number"
 SEE = "its output says why"
 
 
+class LaneWire(Protocol):
+    """The way to the lane of another rank (`diloco.island.connections.RankWire`)."""
+
+    def open(self, loop: asyncio.AbstractEventLoop, end: LaneChannel) -> None:
+        """Begin to carry. `end` is called on the lane's loop."""
+
+    def put(self, item: tuple[Any, ...]) -> None:
+        """Send an item to the lane of the other rank, after all that was put before."""
+
+    def close(self) -> None:
+        """Close the way to the lane of the other rank after all that was put."""
+
+
 class LaneChannel:
-    """Calls between rank 0 and the lane of another rank. A thread each reads and writes; the loop handles arrivals."""
+    """Calls between rank 0 and the lane of another rank, on the loop of each."""
 
     def __init__(
         self,
-        connection: Connection[Any, Any],
+        wire: LaneWire,
         loop: asyncio.AbstractEventLoop,
         handle: Callable[[str, tuple[Any, ...]], Any],
         failed: Callable[[BaseException], None],
@@ -47,20 +53,17 @@ class LaneChannel:
     ) -> None:
         """`handle`: of a method's name and arguments; what it returns answers a question, at once or when it is done.
         `failed`: told what handling raises; `gone`: that the other rank is."""
-        self._connection, self._loop, self._handle = connection, loop, handle
-        self._failed, self._gone = failed, gone
+        self._wire, self._loop, self._handle = wire, loop, handle
+        self.failed, self._gone = failed, gone
         self._end: ResourceError | None = None
-        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._answers: set[asyncio.Task[None]] = set()
         self._asked = 0
-        self._writer = threading.Thread(target=self._write, name="lane", daemon=True)
-        self._writer.start()
-        threading.Thread(target=self._read, name="lane", daemon=True).start()
+        wire.open(loop, self)
 
     def post(self, method: str, *arguments: Any) -> None:
         """Have `method` called on the lane's other end, after all that was posted before."""
-        self._outgoing.put((None, method, arguments))
+        self._wire.put((None, method, arguments))
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         """Have `method` called on the lane's other end; return its result. Raises ResourceError when that is gone."""
@@ -68,62 +71,31 @@ class LaneChannel:
             raise self._end
         self._asked += 1
         future = self._questions[self._asked] = self._loop.create_future()
-        self._outgoing.put((self._asked, method, arguments))
+        self._wire.put((self._asked, method, arguments))
         return await future
 
     def close(self) -> None:
-        """Close the connection of a remote lane after all that was posted."""
-        self._outgoing.put(None)
+        """Close the way to a remote lane after all that was posted."""
+        self._wire.close()
 
-    def _write(self) -> None:
-        with suppress(OSError):  # the reader sees it, too
-            while (item := self._outgoing.get()) is not None:
-                try:
-                    data = ForkingPickler.dumps(item)
-                except Exception as error:  # the thread's edge: raised where somebody looks
-                    self._on_loop(self._unsaid, item[0], error)
-                else:
-                    self._connection.send_bytes(data)
-        # The other side reads to the end, and hangs up, too; then the reader closes.
-        self._hang_up(socket.SHUT_WR)
-
-    def _read(self) -> None:
-        try:
-            while True:
-                self._loop.call_soon_threadsafe(self._arrived, *self._connection.recv())
-        except (EOFError, OSError, RuntimeError):  # closed, broken; the loop is closed
-            pass
-        except Exception as error:  # the thread's edge: raised where somebody looks
-            self._on_loop(self._failed, error)
-        self._on_loop(self._broken)
-        self._outgoing.put(None)
-        self._hang_up(socket.SHUT_RDWR)
-        self._writer.join()  # the number of a connection that is closed may be another's by the time it writes
-        self._connection.close()
-
-    def _hang_up(self, how: int) -> None:
-        with suppress(OSError), socket.fromfd(self._connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
-            end.shutdown(how)
-
-    def _on_loop(self, function: Callable[..., object], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _unsaid(self, number: int | None, error: Exception) -> None:
+    def unsaid(self, item: tuple[Any, ...], error: Exception) -> None:
         """A remote lane's message cannot be pickled: fail its question, if it was one, and the exchange."""
+        number: int | None = item[0]
         question = self._questions.pop(number, None) if number is not None else None
         if question is not None and not question.done():
             question.set_exception(error)
-        self._failed(error)
+        self.failed(error)
 
-    def _broken(self) -> None:
+    def broken(self) -> None:
+        """The remote lane is gone: nothing more comes."""
         self._end = ResourceError("another rank of this island is gone", SEE)
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(self._end)
         self._gone(self._end)
 
-    def _arrived(self, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
+    def arrived(self, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
+        """The remote lane calls a method, or answers."""
         if method == NUMBER:
             question = self._questions.pop(arguments[0])
             if not question.done():  # or who asked has ended
@@ -132,7 +104,7 @@ class LaneChannel:
         try:
             result = self._handle(method, arguments)
         except Exception as error:  # the thread's edge: raised where somebody looks
-            self._failed(error)
+            self.failed(error)
             return
         if number is not None:
             task = self._loop.create_task(self._answer(number, result))
@@ -140,26 +112,26 @@ class LaneChannel:
             task.add_done_callback(self._answered)
 
     async def _answer(self, number: int, result: Any) -> None:
-        self._outgoing.put((None, NUMBER, (number, await result if isinstance(result, Awaitable) else result)))
+        self._wire.put((None, NUMBER, (number, await result if isinstance(result, Awaitable) else result)))
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         self._answers.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._failed(error)
+            self.failed(error)
 
 
 class RemoteLane:
     """The lane of another rank of this peer, as rank 0 sees it. Positional arguments only."""
 
     def __init__(
-        self, connection: Connection[Any, Any], loop: asyncio.AbstractEventLoop, head: LaneEvents, rank: int
+        self, wire: LaneWire, loop: asyncio.AbstractEventLoop, head: LaneEvents, rank: int
     ) -> None:
         self._head, self._rank = head, rank
         self.send_bps = 0
         self.wire_bytes = (0, 0)
         """Sent and received there."""
         self._closing = False
-        self.channel = LaneChannel(connection, loop, self._handle, head.failed, self._gone)
+        self.channel = LaneChannel(wire, loop, self._handle, head.failed, self._gone)
 
     def _handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "rates":
@@ -264,11 +236,11 @@ def _interleaved(by_lane: Sequence[Sequence[bytes]]) -> Sequence[bytes]:
 class RemoteExchange:
     """Rank 0's exchange as a lane on another rank sees it: the lane's events go there over a connection."""
 
-    def __init__(self, connection: Connection[Any, Any], lane: Lane, loop: asyncio.AbstractEventLoop) -> None:
-        """`connection`: to rank 0 (`call_rank_0`)."""
+    def __init__(self, wire: LaneWire, lane: Lane, loop: asyncio.AbstractEventLoop) -> None:
+        """`wire`: to rank 0 (`Island.call`)."""
         self._lane = lane
         # When rank 0 is gone, so are torch's connections to it: they say so where this rank waits.
-        self._channel = LaneChannel(connection, loop, self._handle, lane.failed, lambda _: None)
+        self._channel = LaneChannel(wire, loop, self._handle, lane.failed, lambda _: None)
         lane.head = self
 
     def on_event(self, event: m.Event, content: bytes = b"") -> None:

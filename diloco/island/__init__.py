@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous as meet
 
 from diloco.base.decisions import Decision, Fail
 from diloco.base.errors import ResourceError, UsageError
-from diloco.island.connections import RankListener, call_rank_0
+from diloco.island.connections import RankListener, RankWire, call_rank_0
 
 SEE = "its output says why"
 COLLECTIVE_S = 600.0
@@ -118,6 +118,14 @@ class Island:
     def host(self) -> str:
         """Address at which the other ranks of the island reach rank 0."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    def listen(self, key: bytes) -> RankListener:
+        """On rank 0: let the other ranks of the island call that know the key."""
+        return RankListener(self.host, key)
+
+    def call(self, rank_0: tuple[str, int], key: bytes) -> RankWire:
+        """On another rank: a wire to rank 0 of the island, which listens there."""
+        return RankWire(call_rank_0(rank_0, key, self.rank))
 
     @property
     def leads(self) -> bool:

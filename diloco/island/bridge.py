@@ -100,7 +100,7 @@ class Bridge(Weights):
                 whole = values[name].detach().to(device, dtype)
             else:
                 whole = torch.empty(shape, dtype=dtype, device=device)
-            dist.broadcast(whole, 0)
+            self._from_rank_0(whole)
             if into is not None:
                 take(whole, into)
 
@@ -171,12 +171,11 @@ class Bridge(Weights):
         mine = torch.cat([*own, floats(0)])
         if holders == 1:
             whole = (mine if self._island.leads else floats(entry.elements)).to(self._island.device)
-            dist.broadcast(whole, 0)
+            self._from_rank_0(whole)
         else:
             most = max(sum(spot.elements for spot in spots) for spots in lanes)
             padded = torch.cat([mine, floats(most - mine.numel())]).to(self._island.device)
-            every = [torch.empty_like(padded) for _ in lanes]
-            dist.all_gather(every, padded)
+            every = self._from_all(padded)
             whole = padded.new_empty(entry.elements)
             for spots, pieces in zip(lanes, every, strict=True):
                 begin = 0
@@ -186,6 +185,16 @@ class Bridge(Weights):
         held = self.parameters.get(entry.name)
         if held is not None:
             take(whole.view(entry.shape).to(held.dtype), held)
+
+    def _from_rank_0(self, tensor: Tensor) -> None:
+        """Copy rank 0's tensor into that of every rank of the island."""
+        dist.broadcast(tensor, 0)
+
+    def _from_all(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks of the island, of one shape."""
+        every = [torch.empty_like(tensor) for _ in range(self._island.size)]
+        dist.all_gather(every, tensor)
+        return every
 
     def _plan(self, fragment: Fragment) -> Plan:
         """Pieces of each parameter of a fragment that each rank of the island holds, and their places in its buffer."""

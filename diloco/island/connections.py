@@ -1,19 +1,23 @@
 """Connections between rank 0 and the other ranks of an island, beside those of torch.distributed.
 
-They belong to the island as those do: a caller must know a key that rank 0 made and sent over torch.distributed.
+They run over the network that the ranks of an island share, and belong to the island as those do: a caller must know a
+key that rank 0 made and sent over torch.distributed. So plain objects travel on them, pickled, in order.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import queue
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol
 
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
@@ -75,6 +79,10 @@ class RankListener:
             self._listener.close()
         return connections
 
+    def wires(self, count: int, timeout_s: float) -> dict[int, RankWire]:
+        """Wires to an island's ranks 1 to `count`, by rank. Raises ResourceError when one is late."""
+        return {rank: RankWire(connection) for rank, connection in self.accept_ranks(count, timeout_s).items()}
+
     def _open(self) -> None:
         """Accept ranks of the island until the socket is closed. A silent caller keeps none waiting."""
         with suppress(OSError):
@@ -102,3 +110,77 @@ class RankListener:
 def _seconds(count: int) -> bytes:
     """Timeout of a socket between ranks of an island, as the operating system takes it, a `struct timeval`."""
     return struct.pack("ll", count, 0)
+
+
+class WireEnd(Protocol):
+    """Whoever is told what comes over a `RankWire`, on its loop (`diloco.exchange.lanes.LaneChannel`)."""
+
+    failed: Callable[[BaseException], None]
+    """What came from the other rank cannot be read."""
+
+    def arrived(self, *item: Any) -> None:
+        """An item has come from the other rank."""
+
+    def unsaid(self, item: tuple[Any, ...], error: Exception) -> None:
+        """An item cannot be sent to the other rank."""
+
+    def broken(self) -> None:
+        """The other rank is gone, or hung up."""
+
+
+class RankWire:
+    """Items that rank 0 and another rank of an island send to each other. A thread each reads and writes; what comes is
+    handled on a loop."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def open(self, loop: asyncio.AbstractEventLoop, end: WireEnd) -> None:
+        """Begin to carry items to and from the other rank. `end` is called on the loop."""
+        self._loop, self._end = loop, end
+        self._writer = threading.Thread(target=self._write, name="lane", daemon=True)
+        self._writer.start()
+        threading.Thread(target=self._read, name="lane", daemon=True).start()
+
+    def put(self, item: tuple[Any, ...]) -> None:
+        """Send an item to the other rank, after all that was put before."""
+        self._outgoing.put(item)
+
+    def close(self) -> None:
+        """Close the connection to the other rank after all that was put."""
+        self._outgoing.put(None)
+
+    def _write(self) -> None:
+        with suppress(OSError):  # the reader sees it, too
+            while (item := self._outgoing.get()) is not None:
+                try:
+                    data = ForkingPickler.dumps(item)
+                except Exception as error:  # the thread's edge: raised where somebody looks
+                    self._on_loop(self._end.unsaid, item, error)
+                else:
+                    self._connection.send_bytes(data)
+        # The other side reads to the end, and hangs up, too; then the reader closes.
+        self._hang_up(socket.SHUT_WR)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._loop.call_soon_threadsafe(self._end.arrived, *self._connection.recv())
+        except (EOFError, OSError, RuntimeError):  # closed, broken; the loop is closed
+            pass
+        except Exception as error:  # the thread's edge: raised where somebody looks
+            self._on_loop(self._end.failed, error)
+        self._on_loop(self._end.broken)
+        self._outgoing.put(None)
+        self._hang_up(socket.SHUT_RDWR)
+        self._writer.join()  # the number of a connection that is closed may be another's by the time it writes
+        self._connection.close()
+
+    def _hang_up(self, how: int) -> None:
+        with suppress(OSError), socket.fromfd(self._connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
+            end.shutdown(how)
+
+    def _on_loop(self, function: Callable[..., object], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, *arguments)

@@ -26,7 +26,6 @@ from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Pha
 from diloco.config.site import Site
 from diloco.exchange.engine import Exchange
 from diloco.exchange.service import ExchangeService
-from diloco.island.connections import RankListener
 from diloco.observe.event_log import Events
 from diloco.observe.events import (
     Departure,
@@ -198,10 +197,9 @@ class Peer:
     def _meet_ranks(self, toward: str | None) -> tuple[str, ...]:
         """Have the other ranks of the island open their lanes. Returns the addresses where those listen."""
         island, key = self.island, secrets.token_bytes(32)
-        listener = RankListener(island.host, key)
+        listener = island.listen(key)
         island.decide(Meet(island.host, listener.port, key.hex(), self.name, toward))
-        others = listener.accept_ranks(lanes_of(self.site, island) - 1, self.site.timeouts.collective_s)
-        self.exchange.assign(others)
+        self.exchange.assign(listener.wires(lanes_of(self.site, island) - 1, self.site.timeouts.collective_s))
         self.exchange.lane.hold(self.line.state)
         island.all(True)
         return tuple(address for address in island.gather("") if address)

@@ -21,7 +21,6 @@ from diloco.exchange.lanes import LaneService, RemoteExchange
 from diloco.exchange.work import SteppedVersion
 from diloco.inner.meter import Throughput
 from diloco.island import Island
-from diloco.island.connections import call_rank_0
 from diloco.island.slices import Slices
 from diloco.kernels.build import compiled_codecs
 from diloco.observe.event_log import Events
@@ -223,16 +222,21 @@ class PeerRank:
 
     def _open_lane(self, rank_0: tuple[str, int], key: bytes, toward: str | None) -> str:
         site = self.site
-        runtime = self._runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / self.lanes, site.network.streams)
+        runtime = self._runtime = self.open_runtime()
         terms = lane_terms(self.contract, site, self.line.layout, self.island.size)
         lane = self._lane = Lane(terms, runtime.link, runtime.loop)
-        self._first = RemoteExchange(call_rank_0(rank_0, key, self.island.rank), lane, runtime.loop)
+        self._first = RemoteExchange(self.island.call(rank_0, key), lane, runtime.loop)
         host, port = split_address(site.network.listen)
         own = port + LANE_PORTS + self.island.rank if port else 0
         served = runtime.serve(LaneService(lane), join_address(host, own))
         if not site.network.advertise:
             return reachable(served, toward)
         return join_address(split_address(site.network.advertise)[0], split_address(served)[1])
+
+    def open_runtime(self) -> Runtime:
+        """The loop and the connections to other peers of this rank's lane: one of several."""
+        network = self.site.network
+        return Runtime(self.site.timeouts.rpc_s, network.send_bps / self.lanes, network.streams)
 
     def close(self) -> None:
         """Free everything of this rank. Rank 0's exchange is its own."""

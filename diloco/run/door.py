@@ -272,11 +272,15 @@ class Parts:
 
 
 def open_run(
-    enter: Callable[[], Entrance], site: Site, island: Island, build: Callable[[Contract], Parts]
+    enter: Callable[[], Entrance],
+    site: Site,
+    island: Island,
+    build: Callable[[Contract], Parts],
+    take_place: Callable[[Contract, Site, Island, Weights, PeerTraining], PeerRank] = PeerRank,
 ) -> Life[Run]:
     """Enter a run; all ranks of an island together. Ends once this peer listens and has a state.
 
-    `enter`: on rank 0. `build`: on every rank, with the contract. What rank 0 raises before the ranks meet, the others
+    `enter`: on rank 0. `build`: on every rank, with the contract. `take_place`: makes the rank. What rank 0 raises before the ranks meet, the others
     raise as ResourceError.
     """
     entrance, own = None, ""
@@ -299,7 +303,7 @@ def open_run(
         if entrance is not None:
             closing.callback(entrance.endpoint.close)
         parts = build(contract)
-        rank = PeerRank(contract, site, island, parts.weights, parts.trains)
+        rank = take_place(contract, site, island, parts.weights, parts.trains)
         closing.callback(rank.close)
         leading = lead(entrance, rank, parts, closing) if entrance is not None else None
         folder = Path(common["directory"]) if common["directory"] else None
