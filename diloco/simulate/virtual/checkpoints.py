@@ -1,4 +1,4 @@
-"""The thread that writes a simulated peer's checkpoints."""
+"""The threads that write a simulated peer's checkpoints: one for each rank."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from diloco.base.errors import DilocoError
+from diloco.base.life import Life
 from diloco.simulate.virtual.timeline import Died
 from diloco.storage.saving import Saver
 
@@ -21,8 +22,9 @@ WRITING_SHARE = 0.4
 class SimulatedSaving:
     """Writes a simulated peer's checkpoints later than it is asked; death can come before or in the middle of one."""
 
-    def __init__(self, process: SimulatedProcess, saver: Saver) -> None:
-        self._process, self._saver = process, saver
+    def __init__(self, process: SimulatedProcess, saver: Saver, *, leads: bool = True) -> None:
+        """`leads`: it is rank 0's, for whose folder those of other ranks wait."""
+        self._process, self._saver, self._leads = process, saver, leads
         self._work: Callable[[], object] | None = None
         self._done: Callable[[], None] | None = None
         """Tells that it is written, once syncs that are late have ended."""
@@ -31,33 +33,52 @@ class SimulatedSaving:
     def _begin(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         self._saver._writing = future
-        records = self._process.records
-        records.begins()
+        process, records = self._process, self._process.records
+        if self._leads:
+            records.begins()
 
         def write() -> None:
             try:
                 self._done = partial(future.set_result, work())
-                records.complete()
+                if self._leads:
+                    records.complete()
             except DilocoError as error:
                 self._done = partial(future.set_exception, error)
-            self._process.loop.call_later(self._process.disk.owed(), self._end)
+            process.loop.call_later(process.disk.owed(), self._end)
 
         self._work = write
-        self._process.loop.call_later(WRITING_SHARE * self._process.world.plan.round_s, self._write)
+        process.loop.call_later(WRITING_SHARE * process.world.plan.round_s if self._leads else 0.0, self._begins)
         return future
+
+    def _begins(self) -> None:
+        """Write it now: where the ranks wait for each other, on a thread of its own."""
+        if self._process.ranks is None:
+            self._write()
+        elif self._work is not None:
+            self._process.ranks.start(self._life(), self._over)
+
+    def _life(self) -> Life[None]:
+        self._write()
+        yield from ()
+
+    def _over(self, error: Exception | None) -> None:
+        if error is not None:
+            raise error
 
     def _write(self) -> None:
         work, self._work = self._work, None
         if work is None:
             return
         process, disk = self._process, self._process.disk
-        disk.last_syncs = process.syncs_to_death
+        if self._leads:
+            disk.last_syncs = process.syncs_to_death
         try:
             work()
         except Died:
+            process.loop.bury_threads()  # what they tidy up is undone
             disk.as_it_died()
             process.die("in the middle of a checkpoint")
-        if process.syncs_to_death >= 0:
+        if self._leads and process.syncs_to_death >= 0:
             disk.last_syncs = -1
             process.die("when a checkpoint was complete")
 
@@ -68,5 +89,9 @@ class SimulatedSaving:
 
     def _finish(self, timeout_s: float | None = None) -> None:
         """Whoever waits for the thread, on the training side, waits for all of it."""
-        self._write()
-        self._end()
+        if self._process.ranks is None:
+            self._write()
+            self._end()
+        elif (writing := self._saver._writing) is not None:
+            self._begins()
+            self._process.ranks.wait_for(writing)

@@ -32,6 +32,9 @@ class SimulatedRuntime:
     def answer_of(self, address: str) -> Welcome | None:
         """None: nobody is asked without a wait."""
 
+    def close(self) -> None:
+        """Does nothing: connections end with the process."""
+
 
 class SimulatedEndpoint(MemoryEndpoint):
     """`diloco.transport.endpoint.Endpoint` of a simulated process, beside a directory that never fails."""

@@ -309,7 +309,8 @@ def _drift(world: SimulatedWorld, fault: Fault) -> bool:
     """The fault "drift": the anchor changes in memory alone, and what is hashed already stays so. One that no version
     has moved is shared by all processes."""
     host = world.host(fault.peer)
-    own = [state for state in host.line.state.fragments if state.steps] if host and host.alive and host.entered else []
+    there = host is not None and host.alive and host.entered
+    own = [state for state in host.lines[-1].state.fragments if state.steps] if host and there else []
     for state in own:
         state.anchor[0] += DRIFT
     if host is None or not own:

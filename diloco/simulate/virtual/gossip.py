@@ -20,6 +20,7 @@ from diloco.base.types import Member
 from diloco.gossip.pairing import spread
 from diloco.gossip.peer import GossipLife, GossipPeer
 from diloco.gossip.swapping import MAX_STEP_S, Swapping
+from diloco.island import Island
 from diloco.island.slices import Pieces, held
 from diloco.observe.events import Stamped, SwapApplied
 from diloco.outer.fragments import read_fragment
@@ -149,8 +150,8 @@ class GossipProcess(SimulatedProcess):
     def held(self) -> dict[str, int]:
         return {"tasks": len(self.swapping._tasks)}
 
-    def _training(self) -> SimulatedTraining:
-        return GossipTraining(self)
+    def _training(self, island: Island) -> SimulatedTraining:
+        return GossipTraining(self, island)
 
     def _peer(self) -> GossipPeer:
         assert self._leading is not None
@@ -188,8 +189,8 @@ class GossipProcess(SimulatedProcess):
 class GossipTraining(SimulatedTraining):
     """Whoever trains for a simulated peer under gossip, and the progress that no swap has counted."""
 
-    def __init__(self, process: SimulatedProcess) -> None:
-        super().__init__(process)
+    def __init__(self, process: SimulatedProcess, island: Island) -> None:
+        super().__init__(process, island)
         self._sum: Tensor | None = None
         """All progress of this life."""
         self._at: tuple[object, Tensor] | None = None

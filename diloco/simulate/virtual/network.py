@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from diloco.base.types import Closed, Member
 from diloco.protocol.messages import Accept, Envelope, Propose, Reply
 from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, ProcessId, StateOffer, StreamHeader, Welcome
+from diloco.simulate.virtual.liars import sent_by
 from diloco.simulate.virtual.streams import SimulatedStream
 from diloco.simulate.virtual.wires import (
     RETRANSMIT_S,
@@ -138,13 +139,14 @@ class SimulatedNetwork:
 
     def died(self, process: SimulatedProcess) -> None:
         """A simulated process is dead: connections to it break."""
-        if self._listening.get(process.address) is process:
-            del self._listening[process.address]
         if process.loses_power:
             self.dark.add(process.name)
-        for call in list(process.calls):
-            self._refuse(call, process.name)
-        process.calls.clear()
+        for place in (process, *process.followers):
+            if self._listening.get(place.address) is place:
+                del self._listening[place.address]
+            for call in list(place.calls):
+                self._refuse(call, process.name)
+            place.calls.clear()
 
     def sever(self, cut: SimulatedCut) -> None:
         """Cut peers off. Where senders are told, connections that there are break, too."""
@@ -350,7 +352,7 @@ class SimulatedLink(Link):
         stream = SimulatedStream(self._network, self._process, address, header, taken)
         call = SimulatedCall(self._process, address, lambda s: s.on_parts(header, stream.arriving(s)), stream=True)
         self._network.call(call)
-        outbox = Outbox(self._process.lies(header, address, parts))
+        outbox = Outbox(sent_by(self._process, header, address, parts))
 
         def over(_: Any) -> None:
             outbox.close()

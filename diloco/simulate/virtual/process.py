@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+import json
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +16,7 @@ from diloco.base.life import POLL_S, Life, Wait
 from diloco.base.types import Closed, Commit, Contribution, Counted, Skip
 from diloco.exchange.engine import Exchange
 from diloco.exchange.service import ExchangeService
-from diloco.exchange.work import LanePayloads
+from diloco.exchange.lane import Lane
 from diloco.island import Island
 from diloco.observe.event_log import Events
 from diloco.observe.events import Stamped
@@ -26,23 +27,25 @@ from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
-from diloco.protocol.streams import Kind, Part, StreamHeader, Welcome
+from diloco.protocol.streams import Welcome
 from diloco.run.door import Entrance, Parts, lead
 from diloco.run.past import past_of
 from diloco.run.run import Leading, Run
 from diloco.run.witness import witnessed
 from diloco.simulate.virtual.checkpoints import SimulatedSaving
 from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint
+from diloco.simulate.virtual.follower import SimulatedFollower
+from diloco.simulate.virtual.island import SimulatedIsland, SimulatedRanks
+from diloco.simulate.virtual.liars import offered_by
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.oracle.applied import SimulatedSteps
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.progress import SimulatedProgress
 from diloco.simulate.virtual.oracle.records import SimulatedRecords
-from diloco.simulate.virtual.plans.lies import falsified, omitting, other_mean, others_parts
-from diloco.simulate.virtual.plans.plan import MEDDLES, OMITS
 from diloco.simulate.virtual.plans.setup import RPC_S
 from diloco.simulate.virtual.timeline import Died, ProcessLoop
 from diloco.simulate.virtual.training import SimulatedTraining
+from diloco.simulate.virtual.whole import WholeLine, interleaved
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
@@ -65,9 +68,13 @@ class SimulatedProcess:
         self.world, self.name, self.life, self.address = world, name, life, address
         self.founder, self.resumes = founder, resumes
         self.witness = name.startswith("w")
+        size = 1 if self.witness else world.plan.ranks_of(name)
         self.loop = ProcessLoop.on(world.timeline, name)
         self.link = SimulatedLink(world.network, self, RPC_S)
         self.disk = world.disks[name]
+        self.ranks = SimulatedRanks(self, size) if size > 1 else None
+        """What passes between the ranks of its island, where it has several."""
+        self.followers = [SimulatedFollower(self, rank) for rank in range(1, size)]
         self.saving: SimulatedSaving | None = None
         self.records = SimulatedRecords(self)
         self.steps: SimulatedSteps
@@ -134,15 +141,27 @@ class SimulatedProcess:
         return self.alive and self.founder and (not self.up or self.machine.founder)
 
     @property
-    def line(self) -> Line:
-        """The line of a simulated trainer."""
+    def lines(self) -> list[Line]:
+        """The lines of the ranks of a simulated trainer, by rank."""
         assert self._rank is not None
-        return self._rank.line
+        return [self._rank.line, *(other.line for other in self.followers if other.line is not None)]
+
+    @property
+    def line(self) -> Line:
+        """The line of a simulated trainer, with all parts."""
+        if self.ranks is None:
+            return self.lines[0]
+        return WholeLine(lambda: self.lines, self.world.setup.layout, self.name)  # type: ignore[return-value]
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The lanes of the ranks of a simulated trainer, by rank."""
+        return [self.exchange.lane, *(other.lane for other in self.followers if other.lane is not None)]
 
     @property
     def send_bps(self) -> int:
-        """The uplink that this simulated peer reports, bits per second."""
-        return round(self.world.plan.uplink_mbit(int(self.name[1:])) * 10**6)
+        """The uplink that each rank of this simulated peer reports, bits per second."""
+        return round(self.world.plan.uplink_mbit(int(self.name[1:])) * 10**6 / (1 + len(self.followers)))
 
     @property
     def has_folder(self) -> bool:
@@ -156,8 +175,18 @@ class SimulatedProcess:
 
     def begin(self) -> None:
         """Start the simulated process."""
-        life = self._life()
-        self.loop.call_soon(self.loop.live, self._behind_disk(life) if self.world.slow_disks else life, self._over)
+        life = self._behind_disk(self._life()) if self.world.slow_disks else self._life()
+        if self.ranks is None:
+            self.loop.call_soon(self.loop.live, life, self._over)
+            return
+        self.ranks.start(life, self._over)
+        for other in self.followers:
+            self.ranks.start(other.life(), self._fails)
+
+    def _fails(self, error: Exception | None) -> None:
+        """Another rank has ended; with an error it takes all of them along."""
+        if error is not None:
+            self._over(error)
 
     def _over(self, error: Exception | None) -> None:
         if error is None:
@@ -270,8 +299,11 @@ class SimulatedProcess:
     def _open(self, endpoint: SimulatedEndpoint, checkpoint: Checkpoint | None) -> Life[Run]:
         """Enter the run as `diloco.run.door.open_run` does, with an observer at each seam."""
         setup = self.world.setup
-        island = Island(0, 1, torch.device("cpu"))
-        training = self.training = self._training()
+        island = Island(0, 1, torch.device("cpu")) if self.ranks is None else SimulatedIsland(self.ranks, 0)
+        about = {"contract": setup.contract.to_json(), "name": self.name, "directory": "", "steps": 0}
+        for text in ("", json.dumps(about)):  # no error, and what `open_run` tells the other ranks
+            island.share(text)
+        training = self.training = self._training(island)
         rank = PeerRank(setup.contract, setup.site, island, training.weights, training)
         self._rank, self.saving = rank, SimulatedSaving(self, rank.saver)
         rank.counter = NoSockets()
@@ -299,8 +331,8 @@ class SimulatedProcess:
             closing.pop_all()
         return run
 
-    def _training(self) -> SimulatedTraining:
-        return SimulatedTraining(self)
+    def _training(self, island: Island) -> SimulatedTraining:
+        return SimulatedTraining(self, island)
 
     def _witness(self) -> Life[None]:
         welcome = yield from self._welcome()
@@ -362,7 +394,7 @@ class SimulatedProcess:
             invariants.on_effect(self, effect)
             match effect:
                 case m.Close(commit):
-                    parts = () if self.witness else self.exchange.lane.mean(commit.mean_digest) or ()
+                    parts = () if self.witness else self.mean(commit.mean_digest) or ()
                     invariants.on_closed(self, Closed(commit, parts))
                 case m.Send(_, m.Envelope(body=m.Goodbye())):
                     self.gone = True
@@ -386,19 +418,25 @@ class SimulatedProcess:
         life = leading.life
         assert isinstance(life, PeerLife)
         peer = life.peer
-        progress = self.progress = SimulatedProgress(self, peer.line, peer.journal)
+        progress = self.progress = SimulatedProgress(self, self.line, peer.journal)
         self.steps = SimulatedSteps(self, peer)
         journal, exchange = peer.journal, peer.exchange
         opened, committed, adopted, discarded = journal.opened, journal.committed, journal.adopted, journal.discarded
         closed, offer, exchanged, line = journal.closed, exchange.offer, life.exchanged, peer.line
 
         def on_opened(contract: Any) -> None:
+            if self.ranks is not None:
+                self.ranks.come_together()
             progress.opened()
             opened(contract)
 
         def on_committed(commit: Commit, mine: Counted | None) -> None:
             committed(commit, mine)
+            if self.ranks is not None and commit.fragment < 0:  # the ranks do nothing, and need not meet
+                self.ranks.come_together()
             progress.applied(commit, mine)
+            if self.ranks is not None and (parts := self.mean(commit.mean_digest)) is not None:
+                self.world.invariants.on_mean(self, Closed(commit, parts))
             self._stands()
 
         def on_adopted(mine: Counted | None, discarded: int) -> None:
@@ -418,10 +456,10 @@ class SimulatedProcess:
         def on_offer(contribution: Contribution, leaving: bool) -> Future[Skip | None]:
             assert line.sent is not None
             if contribution is not self._offered:
-                if self.lie:
-                    line.sent = replace(line.sent, contribution=self._falsified(contribution))
+                line.sent = replace(line.sent, contribution=offered_by(self, contribution))
                 self._offered = line.sent.contribution
-                progress.measured(line.sent)
+                assert self.line.sent is not None
+                progress.measured(self.line.sent)
             return offer(line.sent.contribution, leaving)
 
         def on_exchanged() -> Life[Sequence[Closed] | Skip]:
@@ -442,40 +480,13 @@ class SimulatedProcess:
     def _stands(self) -> None:
         """The line of the simulated peer stands at another version, or state."""
         self._before = self.line.commit
+        if self.ranks is not None and not self.world.drifts:
+            self.line.check()  # type: ignore[attr-defined]
         self.world.invariants.on_state(self, self.line)
 
     def waited(self, now: float) -> float:
         """Virtual seconds in which this simulated life waited for a round."""
         return self.waited_s + (now - self.waiting_since_s if self.waiting_since_s is not None else 0.0)
-
-    # ------------------------------------------------------------ lies
-
-    def _falsified(self, contribution: Contribution) -> Contribution:
-        fragment = self.line.layout.fragments[contribution.fragment]
-        codecs = [self.line.codecs[fragment.group_of(part)] for part in range(fragment.parts)]
-        sizes = [fragment.size_of(part) for part in range(fragment.parts)]
-        return replace(contribution, parts=falsified(self.lie, list(contribution.parts), codecs, sizes))
-
-    def lies(self, header: StreamHeader, address: str, parts: AsyncGenerator[Part]) -> AsyncGenerator[Part]:
-        """Parts on their way to one receiver, as a simulated owner sends them that may lie."""
-        work = self.exchange.lane.work
-        lies = self.lie and header.kind is Kind.MEAN and work is not None
-        return self._lying(work, address, parts) if lies and work is not None else parts
-
-    async def _lying(self, work: LanePayloads, address: str, parts: AsyncGenerator[Part]) -> AsyncGenerator[Part]:
-        others = [member.address for member in work.begin.receivers if member.peer != self.name]
-        async for part in parts:
-            if self.lie == "two-faced" and address == others[0]:
-                yield replace(part, payload=other_mean(part.payload))
-            elif self.lie == OMITS:
-                names = [entry.peer for entry in work.begin.contributors]
-                omitted = omitting([names[place] for place in part.omitted], names, self.name)
-                yield replace(part, omitted=tuple(map(names.index, omitted)))
-            else:
-                yield part
-            if self.lie == MEDDLES:
-                for index in others_parts(work, part.index, self.name):
-                    yield replace(part, index=index, payload=other_mean(part.payload))
 
     # ------------------------------------------------------------ what others ask
 
@@ -483,8 +494,17 @@ class SimulatedProcess:
         """Whether this simulated peer is at a version, or can close it with what it has."""
         return self.up and (self.machine.version >= commit.version or self.holds_mean(commit.mean_digest))
 
+    def mean(self, digest: str) -> Sequence[bytes] | None:
+        """The parts of a mean that all ranks of this simulated peer keep, or are about to; None while one does not."""
+        own, *others = self.lanes
+        if self.ranks is None or (parts := own.mean(digest)) is None:
+            return own.mean(digest)
+        by_lane = [parts, *(self.ranks.kept(rank, lane, digest) for rank, lane in enumerate(others, 1))]
+        there = [parts for parts in by_lane if parts is not None]
+        return interleaved(there) if len(there) == self.ranks.size else None
+
     def holds_mean(self, digest: str) -> bool:
-        parts = self.exchange.lane.mean(digest)
+        parts = self.mean(digest)
         return parts is not None and mean_digest(parts) == digest
 
     def held(self) -> dict[str, int]:

@@ -15,10 +15,13 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import Context
 from itertools import count
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from diloco.base.life import Life
 from diloco.base.threads import InPlace
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.threads import SimulatedThread
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -60,6 +63,8 @@ class Timeline:
         self.events = 0
         self.running: ProcessLoop | None = None
         """The process to which something happens now."""
+        self.thread: SimulatedThread | None = None
+        """The thread in which it happens, where the process has several."""
         self._ready: deque[Happening] = deque()
         self._timers: list[tuple[float, int, Happening]] = []
         self._order = count()
@@ -170,6 +175,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._tasks: list[asyncio.Task[Any]] = []
         """In the order in which they began. Some have ended."""
         self._most_tasks = MAX_ENDED
+        self.threads: list[SimulatedThread] = []
+        """Those that have not ended, of a process that has several."""
         self._life: Life[None] | None = None
         self._next: Happening | None = None
         """When its life goes on at the latest."""
@@ -190,9 +197,17 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.dead = True
         tasks, self._tasks = self._tasks, []
         lives = [self._life] if self._life is not None else []
+        self.bury_threads()
         for work in (*lives, *(task.get_coro() for task in tasks)):
             with suppress(BaseException):
                 work.close()
+
+    def bury_threads(self) -> None:
+        """Let go of what the threads of a dead process were doing, but for the one that runs now."""
+        for thread in self.threads[:]:
+            if thread is not self._timeline.thread:
+                self.threads.remove(thread)
+                thread.bury()
 
     def go_on(self) -> None:
         """End a stop of the process."""
@@ -229,6 +244,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
         go_on()
 
+    def reports(self, error: Exception) -> None:
+        """An error ends the simulation even where the process would not look at it."""
+        self._timeline.after(0.0, _raise, error)
+
     def report_errors(self, function: Callable[P, T], kind: type[Exception]) -> Callable[P, T]:
         """The function; an error of this kind ends the simulation even where the process would not look at it."""
 
@@ -236,7 +255,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             try:
                 return function(*arguments, **named)
             except kind as error:
-                self._timeline.after(0.0, _raise, error)
+                self.reports(error)
                 raise
 
         return reported

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diloco.inner.meter import Phases, Throughput
+from diloco.island import Island
 from diloco.island.slices import Pieces, Slices, held
 from diloco.outer.fragments import Weights
 from diloco.outer.line import Line
 from diloco.run.trainer import TrainerLeases
-from diloco.simulate.virtual.plans.setup import STEPS, SimulatedModel
+from diloco.simulate.virtual.island import SimulatedBridge, SimulatedIsland
+from diloco.simulate.virtual.plans.setup import NOISES, STEPS, SimulatedModel
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.saving import Contents
 
@@ -30,10 +32,12 @@ SEED = 0
 class SimulatedTraining:
     """Whoever trains for a simulated peer (`diloco.peer.rank.PeerTraining`)."""
 
-    def __init__(self, process: SimulatedProcess) -> None:
-        self._process = process
+    def __init__(self, process: SimulatedProcess, island: Island) -> None:
+        self._process, self._island = process, island
         plan = process.world.plan
         self.weights = Weights.of(SimulatedModel())
+        if isinstance(island, SimulatedIsland):
+            self.weights = SimulatedBridge(self.weights.parameters, island)
         self.usage = Throughput(None, None, 1, Phases(torch.device("cpu")))
         self._step_s = plan.round_s / STEPS / plan.speed(int(process.name[1:]))
         self._reader: TrainerLeases | None = None
@@ -59,9 +63,16 @@ class SimulatedTraining:
         assert self._process.progress is not None
         _, fresh = self._reader.next(1)
         block = self._data.last if fresh else -1
-        for name, noise in self._process.progress.train(1, block).items():
-            self.weights.parameters[name].data.add_(noise)
+        progress = self._process.progress
+        self.follow(progress.train(1, block))
+        if self._island.size > 1:
+            self._island.share(str((progress.mine.bit_length() - 1) % NOISES))  # the latest piece
         return fresh
+
+    def follow(self, noises: Mapping[str, torch.Tensor]) -> None:
+        """Change the weights as an inner step does, on every simulated rank alike."""
+        for name, noise in noises.items():
+            self.weights.parameters[name].data.add_(noise)
 
     # ------------------------------------------------------------ what a rank asks
 

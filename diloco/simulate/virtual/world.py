@@ -10,7 +10,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -40,6 +40,7 @@ from diloco.simulate.virtual.plans.plan import EXCHANGE_S, NO_CLOCK, Fault, Faul
 from diloco.simulate.virtual.plans.setup import STEPS, SimulationSetup, most_contributions
 from diloco.simulate.virtual.process import SimulatedProcess
 from diloco.simulate.virtual.schedules import halve
+from diloco.simulate.virtual.threads import SimulatedCondition
 from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0
@@ -165,7 +166,7 @@ class SimulatedWorld:
         with (
             TemporaryDirectory(prefix="diloco-virtual-", dir=memory_folder()) as root,
             going_by(self.timeline.clock_s),
-            in_place(),
+            in_place(partial(SimulatedCondition, self.timeline)),
             on_disk(DiskOfTheMoment(self._disk_now)),
             quiet(),
             most_contributions(self.plan.most_peers),

@@ -62,7 +62,7 @@ class SimulatedCopies:
             except StateError:
                 self._fails()
                 raise
-            if state.digest != offer.digest:
+            if process.ranks is None and state.digest != offer.digest:  # else rank 0 has some parts of it
                 raise Violation("I1", f"{process.name} copies another state than was offered")
             return state, offer
 

@@ -130,10 +130,16 @@ class SimulationInvariants:
         self.ballots.closed(host, commit)
         if digest not in self.commits:
             self._first_close(host, commit, digest)
-        if closed.parts and mean_digest(closed.parts) != commit.mean_digest:
+        if closed.parts:
+            self.on_mean(host, closed)
+
+    def on_mean(self, host: SimulatedProcess, closed: Closed) -> None:
+        """Check the mean with which a simulated peer closed a version."""
+        commit = closed.commit
+        if mean_digest(closed.parts) != commit.mean_digest:
             raise Violation("I3", f"{host.name} closed version {commit.version} with another mean than it names")
-        if closed.parts and digest not in self._recomputed:
-            self._recomputed.add(digest)
+        if commit.digest not in self._recomputed:
+            self._recomputed.add(commit.digest)
             self._recompute(closed)
 
     def _first_close(self, host: SimulatedProcess, commit: Commit, digest: str) -> None:

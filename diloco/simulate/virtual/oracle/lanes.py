@@ -134,6 +134,9 @@ class SimulatedLane:
         """I3: hashes of which the digest of a mean is made are those of parts that the lane's work holds. Where it has
         no work, none were added to those of `before`."""
         work, there = self._exchange.lane.work, self._exchange._contents.keys()
-        held = {part for part, mean in enumerate(work.mean) if mean is not None} if work is not None else before
+        works = [lane.work for lane in self._process.lanes if work is not None]
+        there_too = [one for one in works if one is not None and work is not None and one.key == work.key]
+        held = {part for one in there_too for part, mean in enumerate(one.mean) if mean is not None}
+        held = before if work is None else held
         if not there <= held:
             raise Violation("I3", f"{self._name} has hashes of parts {sorted(there - held)} that it does not hold")

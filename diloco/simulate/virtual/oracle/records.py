@@ -111,11 +111,11 @@ class SimulatedRecords:
         progress = self._process.progress
         assert progress is not None
         layout = progress.line.layout
-        residuals = _tensors(path / "residual.safetensors")
+        residuals = _tensors(path, "residual")
         for fragment, true in zip(layout.fragments, begun.residuals, strict=True):
             found = residuals.get(str(fragment.index))
             self._alike(f"residual in its {where}", true, found if found is not None else torch.zeros_like(true))
-        outer, local = _tensors(path / "outer.safetensors"), _tensors(path / "local.safetensors")
+        outer, local = _tensors(path, "outer"), _tensors(path, "local")
         if bool(local) != bool(begun.tokens):
             raise Violation("I5", f"{name}'s {where} has {'' if local else 'no '}weights, of {begun.tokens} tokens")
         if local and progress.exact:
@@ -176,17 +176,21 @@ class SimulatedRecords:
         return digest in self._kept_commits and not self.rolled_back
 
 
-def _tensors(path: Path) -> Mapping[str, Tensor]:
-    """Tensors of a checkpoint's file, all of them fp32, by the format of safetensors; none where there is no file."""
-    if not path.exists():
-        return {}
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        values = np.frombuffer(data[start + first : start + last], dtype="<f4").copy()
-        tensors[name] = torch.from_numpy(values.reshape(entry["shape"]))
+def _tensors(folder: Path, group: str) -> Mapping[str, Tensor]:
+    """Tensors of a checkpoint's group, all of them fp32, by the format of safetensors; none where there is no file.
+    Each rank has written a file, with slices of some."""
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob(f"{group}.*safetensors")):
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+        slices = json.loads(header.pop("__metadata__", {}).get("slices", "{}"))
+        for key, entry in header.items():
+            first, last = entry["data_offsets"]
+            values = torch.from_numpy(np.frombuffer(data[start + first : start + last], dtype="<f4").copy())
+            name, shape, offsets = slices.get(key, (key, entry["shape"], [0] * len(entry["shape"])))
+            whole = tensors.setdefault(name, torch.full(shape, torch.nan))
+            whole[tuple(map(slice, offsets, map(sum, zip(offsets, entry["shape"], strict=True))))] = values.reshape(
+                entry["shape"]
+            )
     return tensors

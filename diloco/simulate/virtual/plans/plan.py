@@ -161,7 +161,15 @@ class FaultPlan:
     """The run ends when so many are committed; 0: it does not."""
     calm_s: float = 0.0
     """Time that the run has after the last fault, before it is looked at whether all is well."""
+    ranks: str = ""
+    """Ranks of p0, p1, ... in turn, as in `2+1`, which divide the outer state, each with a lane; empty: one each. A
+    peer that lies has one."""
     faults: tuple[Fault, ...] = ()
+
+    def ranks_of(self, name: str) -> int:
+        """Ranks of the simulated peer with this name."""
+        lies = any(fault.kind == "lie" and fault.peer == name for fault in self.faults)
+        return 1 if lies or self.policy == "gossip" else int(_in_turn(self.ranks, int(name[1:]), 1))
 
     @property
     def quiet_s(self) -> float:
