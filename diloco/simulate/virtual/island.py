@@ -64,6 +64,8 @@ class SimulatedRanks:
         self._meetings: dict[tuple[str, int], Meeting] = {}
         self._places: Counter[tuple[str, int]] = Counter()
         self._busy_until_s: dict[object, float] = {}
+        self._unheard = 0
+        """Texts of rank 0 that others have not taken yet."""
         self._hearing = 0
         """Ranks that wait for a word of rank 0."""
 
@@ -89,6 +91,7 @@ class SimulatedRanks:
     def say(self, group: str, text: str) -> None:
         """Rank 0 says something to every other simulated rank."""
         for rank in range(1, self.size):
+            self._unheard += 1
             self.later((group, rank), self._said, group, rank, text)
 
     def _said(self, group: str, rank: int, text: str) -> None:
@@ -104,13 +107,14 @@ class SimulatedRanks:
         self._hearing -= idle
         if not heard:
             raise ResourceError(f"rank 0 of this island has not answered for {timeout_s:g} s", SEE)
+        self._unheard -= 1
         return texts.popleft()
 
     def come_together(self) -> None:
         """Have rank 0 wait until the other simulated ranks have done what it said, for an observer's sake."""
         thread = self.process.world.timeline.thread
         assert thread is not None
-        while self._hearing < self.size - 1:
+        while self._hearing < self.size - 1 or self._unheard:
             thread.wait(PASS_S)
 
     def meet(self, group: str, kind: str, rank: int, mine: Any) -> list[Any]:
