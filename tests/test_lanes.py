@@ -365,7 +365,7 @@ def test_what_cannot_be_said_to_another_rank_ends_the_island_and_says_why() -> N
             question.result(DEADLINE_S)
         assert "this cannot be said" in str(heard.failures.get(timeout=DEADLINE_S))
     with two_ranks() as (remote, heard, lane, _, loop):
-        lane.take(Contribution(0, 1, 1, 1, 1, cast(Sequence[bytes], [Unsayable()])))
+        lane.measured(Contribution(0, 1, 1, 1, 1, cast(Sequence[bytes], [Unsayable()])))
         asyncio.run_coroutine_threadsafe(remote.ask(Lane.contributed), loop)
         assert "rank 1 of this island failed: TypeError: this cannot be said" in str(
             heard.failures.get(timeout=DEADLINE_S)
@@ -395,7 +395,7 @@ def test_a_question_to_a_rank_that_goes_is_not_waited_for() -> None:
     """Or the training side would wait for ever for a contribution of which a dead rank held a part."""
     with two_ranks() as (remote, heard, lane, first, loop):
         parts = Blocked()
-        lane.take(Contribution(0, 1, 1, 1, 1, parts))
+        lane.measured(Contribution(0, 1, 1, 1, 1, parts))
         question = asyncio.run_coroutine_threadsafe(remote.ask(Lane.contributed), loop)
         with pytest.raises(TimeoutError):
             question.result(0.05)
@@ -411,7 +411,7 @@ def test_a_question_to_a_rank_that_goes_is_not_waited_for() -> None:
 def test_parts_of_a_contribution_are_not_waited_for_once_the_exchange_failed() -> None:
     with two_ranks() as (remote, _, lane, _, loop):
         parts = Blocked()
-        lane.take(Contribution(0, 1, 1, 1, 1, parts))
+        lane.measured(Contribution(0, 1, 1, 1, 1, parts))
         exchange = object.__new__(Exchange)  # as far as asking other ranks needs one
         ExchangeTasks.__init__(exchange, loop)
         exchange.lanes = lanes_with(lane, remote)
@@ -449,7 +449,7 @@ def test_what_fails_on_another_rank_ends_the_island_and_says_where() -> None:
 def test_an_answer_that_fails_on_another_rank_ends_the_island_and_says_why() -> None:
     with two_ranks() as (remote, heard, lane, _, loop):
         parts = Blocked()
-        lane.take(Contribution(0, 1, 1, 1, 1, parts))
+        lane.measured(Contribution(0, 1, 1, 1, 1, parts))
         asyncio.run_coroutine_threadsafe(remote.ask(Lane.contributed), loop)
         parts.fails = True
         parts.may_end.set()

@@ -286,6 +286,8 @@ class Exchange(ExchangeTasks):
         if self.untaken:
             settle(future, None)
             return
+        for lane in self.lanes.others:
+            lane.post(Lane.take_measured)
         self.lane.take(contribution)
         self._waiting = future
         c, pace = contribution, self.machine.progress.pace

@@ -57,6 +57,8 @@ class Lane(ExchangeTasks):
         """Streams of our contribution."""
         self._precedence = Precedence(terms.stall_s / 4)
         self._contribution: Contribution | None = None
+        self._measured: Contribution | None = None
+        """On a rank that does not lead."""
         self._means: dict[str, Sequence[bytes]] = {}
         """By digest; what other lanes hold is empty."""
         self.held = 0
@@ -82,9 +84,9 @@ class Lane(ExchangeTasks):
             self.held += 1
             self._call(self._states.__setitem__, self.held, state)
 
-    def offer(self, contribution: Contribution) -> None:
-        """Hand this lane a contribution, to be sent when a reduction that counts us begins."""
-        self._call(self.take, contribution)
+    def measured(self, contribution: Contribution) -> None:
+        """Hand this lane its parts of a contribution, to be taken as often as rank 0 offers it."""
+        self._call(self._keep_measured, contribution)
 
     def closed(self, commit: Commit) -> Closed:
         """A version that this lane closed, with its parts of the mean, or with the step by it. Waits for it.
@@ -129,13 +131,20 @@ class Lane(ExchangeTasks):
         with self._news:
             self._news.notify_all()
 
+    def _keep_measured(self, contribution: Contribution) -> None:
+        self._measured = contribution
+
+    def take_measured(self) -> None:
+        """Set the contribution measured last on this rank as the one that this lane sends: rank 0 offers it."""
+        self._contribution = self._measured
+
     def take(self, contribution: Contribution | None) -> None:
         """Set the contribution that this lane sends when a reduction counts this peer; None: nothing any more."""
         self._contribution = contribution
 
     async def contributed(self) -> Sequence[bytes]:
-        """Encoded parts of the contribution that this lane holds. Waits until they are encoded."""
-        contribution = self._contribution
+        """Encoded parts of the contribution measured last that this lane holds. Waits until they are encoded."""
+        contribution = self._measured
         return await asyncio.to_thread(list, contribution.parts) if contribution is not None else ()
 
     def begin(self, begin: m.Begin, fragment: int, header: StreamHeader, number: int) -> None:

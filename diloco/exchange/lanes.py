@@ -202,7 +202,6 @@ class Lanes:
 
     async def whole(self, contribution: Contribution) -> Contribution:
         """A contribution with the encoded parts of all lanes of this peer."""
-        # The other lanes first: a version that closes meanwhile takes the contribution from them.
         others = [await lane.ask(Lane.contributed) for lane in self.others]
         own = await asyncio.to_thread(list, contribution.parts)
         return replace(contribution, parts=_interleaved([own, *others]))

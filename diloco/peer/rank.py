@@ -182,7 +182,7 @@ class PeerRank:
                 raise
             return  # rank 0 has found the same, and says what becomes of it
         if self._lane is not None:
-            self._lane.offer(sent.contribution)
+            self._lane.measured(sent.contribution)
         self.island.all(True)  # have it, too, before anybody asks for it
 
     def _hold(self) -> None:
