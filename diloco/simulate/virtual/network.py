@@ -9,6 +9,7 @@ from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from diloco.base.errors import ResourceError
 from diloco.base.types import Closed, Member
 from diloco.protocol.messages import Accept, Envelope, Propose, Reply
 from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, ProcessId, StateOffer, StreamHeader, Welcome
@@ -224,7 +225,9 @@ class SimulatedNetwork:
         if task.cancelled():
             self._return(call, target.name, None, LinkDown(f"{call.address}: gone"))
         elif (error := task.exception()) is not None:
-            if not isinstance(error, LinkRefused):
+            if isinstance(error, ResourceError):  # a lane of an island that ends: gRPC breaks the stream off
+                error = LinkDown(f"{call.address}: {error.cause}")
+            elif not isinstance(error, LinkRefused):
                 raise error
             self._return(call, target.name, None, error)
         else:

@@ -435,7 +435,8 @@ class SimulatedProcess:
             if self.ranks is not None and commit.fragment < 0:  # the ranks do nothing, and need not meet
                 self.ranks.come_together()
             progress.applied(commit, mine)
-            if self.ranks is not None and (parts := self.mean(commit.mean_digest)) is not None:
+            parts = self.mean(commit.mean_digest) if self.ranks is not None and commit.fragment >= 0 else None
+            if parts is not None:
                 self.world.invariants.on_mean(self, Closed(commit, parts))
             self._stands()
 
