@@ -75,7 +75,8 @@ class SimulatedSaving:
         try:
             work()
         except Died:
-            if not process.alive:  # it died of something else while this thread waited for another rank's
+            thread = process.world.timeline.thread
+            if thread is not None and thread.ends:  # the process died while this thread waited for another rank's
                 raise
             process.loop.bury_threads()  # what they tidy up is undone
             disk.as_it_died()

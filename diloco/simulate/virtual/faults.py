@@ -325,6 +325,22 @@ def _evict(world: SimulatedWorld, fault: Fault) -> bool:
     return True
 
 
+def _ranks(world: SimulatedWorld, fault: Fault) -> bool:
+    """The fault "ranks": what rank 0 and another rank say about their lanes comes late, or the connection breaks."""
+    host = world.host(fault.peer)
+    if host is None or not host.alive or host.ranks is None:
+        return False
+    how, _, seconds = fault.how.partition(" ")
+    if how == "broken":
+        world.log(host.name, "has lanes whose connections BREAK")
+        world.timeline.alone(host.loop, host.ranks.break_wires)
+        return True
+    world.log(host.name, f"has lanes that hear of each other up to {seconds} s LATE")
+    host.ranks.late_s = float(seconds)
+    world.after(fault.for_s, setattr, host.ranks, "late_s", 0.0)
+    return True
+
+
 _STRIKES: Mapping[str, Callable[[SimulatedWorld, Fault], bool]] = {
     "kill": _kill,
     "power": _kill,
@@ -349,6 +365,7 @@ _STRIKES: Mapping[str, Callable[[SimulatedWorld, Fault], bool]] = {
     "flip": _flip,
     "corrupt": _corrupt,
     "lie": _lie,
+    "ranks": _ranks,
     "drift": _drift,
     "replay": _replay,
     "blackout": _blackout,

@@ -33,7 +33,8 @@ class SimulatedThread:
         """When it goes on at the latest."""
         self._waits: object = None
         """What it waits in now; None: it runs, or is to go on."""
-        self._ends = self._ended = False
+        self.ends = self._ended = False
+        """Its process is dead; it has come to its end."""
         self._error: BaseException | None = None
 
     def start(self) -> None:
@@ -43,7 +44,7 @@ class SimulatedThread:
 
     def bury(self) -> None:
         """Let go of what the thread of a dead process was doing."""
-        self._ends = True
+        self.ends = True
         if self._thread.ident is not None and not self._ended:
             self._switch()
             self._thread.join()
@@ -95,7 +96,7 @@ class SimulatedThread:
 
     def wait(self, seconds: float, future: Future[Any] | None = None) -> None:
         """Wait until the future is done, or somebody wakes this thread, but no longer than so many seconds."""
-        if self._ends:
+        if self.ends:
             raise Died
         self._next = self._loop.call_later(seconds, self._go_on) if seconds < math.inf else None
         this = self._waits = object()
@@ -103,7 +104,7 @@ class SimulatedThread:
             future.add_done_callback(lambda _: self.wake() if self._waits is this else None)
         self._others.release()
         self._mine.acquire()
-        if self._ends:
+        if self.ends:
             raise Died
 
     def until(self, there: Callable[[], bool], seconds: float = math.inf) -> bool:

@@ -69,6 +69,7 @@ KINDS: Mapping[str, str] = {
     "stranger": "one that is no member accepts whatever is proposed",
     "lie": "a member lies; how: one of `LIES`, or omits",
     "full": "its disk is full",
+    "ranks": "the connections between the lanes of its ranks; how: broken, or late SECONDS at most",
     "disk": "its disk fails; how: late SECONDS (of a sync), broken (a sync raises EIO), lies (a sync does nothing)",
 }
 """Kinds of faults."""
