@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
 
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s

@@ -123,9 +123,7 @@ class LaneChannel:
 class RemoteLane:
     """The lane of another rank of this peer, as rank 0 sees it. Positional arguments only."""
 
-    def __init__(
-        self, wire: LaneWire, loop: asyncio.AbstractEventLoop, head: LaneEvents, rank: int
-    ) -> None:
+    def __init__(self, wire: LaneWire, loop: asyncio.AbstractEventLoop, head: LaneEvents, rank: int) -> None:
         self._head, self._rank = head, rank
         self.send_bps = 0
         self.wire_bytes = (0, 0)

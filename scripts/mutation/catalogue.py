@@ -59,6 +59,7 @@ PROMISES: Mapping[str, str] = {
     "replay": "No message is taken twice.",
     "liveness": "When the faults are over, versions close and all are in the view.",
     "resend": "What is not answered is sent again.",
+    "lanes": "All ranks of an island make the same versions, each of its own parts.",
     "catching-up": "Who missed versions applies all of them, in order, or copies the state.",
     "joining": "Who may join is taken into the view, and nobody else.",
     "ending": "Who leaves, and the run itself, ends with all that was agreed on.",

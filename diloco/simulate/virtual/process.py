@@ -15,8 +15,8 @@ from diloco.base.errors import DilocoError
 from diloco.base.life import POLL_S, Life, Wait
 from diloco.base.types import Closed, Commit, Contribution, Counted, Skip
 from diloco.exchange.engine import Exchange
-from diloco.exchange.service import ExchangeService
 from diloco.exchange.lane import Lane
+from diloco.exchange.service import ExchangeService
 from diloco.island import Island
 from diloco.observe.event_log import Events
 from diloco.observe.events import Stamped

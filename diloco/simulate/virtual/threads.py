@@ -23,7 +23,11 @@ class SimulatedThread:
     """A thread of a simulated process."""
 
     def __init__(
-        self, timeline: Timeline, loop: ProcessLoop, work: Callable[[], object], over: Callable[[Exception | None], None]
+        self,
+        timeline: Timeline,
+        loop: ProcessLoop,
+        work: Callable[[], object],
+        over: Callable[[Exception | None], None],
     ) -> None:
         """`over`: told that the work has ended, with its error or None."""
         self._timeline, self._loop, self._work, self._over = timeline, loop, work, over

@@ -68,6 +68,8 @@ RADIAL_SHARE = 0.3
 """Share of those with radial averaging."""
 PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
 """Those whose mean is made once."""
+RANKS_SHARE, RANKS, LATE_RANKS_SHARE = 0.12, ("2", "2", "2+1", "1+2", "3+1"), 0.5
+"""Share of the plans with islands of several ranks, their ranks in turn, and share of those with a fault of these."""
 ASYNC_SPEEDS, CUT_SPEEDS = (0.1, 1.0), (0.2, 1.0)
 """Slowest and fastest peer where none waits for another, and where those who are late are cut."""
 
@@ -118,7 +120,8 @@ def draw(
     situation = dice.choices((_as_it_is, of_agreement, of_storage), SITUATION_SHARES)[0](dice, plan)
     if situation is not plan:
         situation = _comes_late(Random(f"before {seed}"), situation, SIZES[size])
-    return _under_load(Random(f"load {seed}"), _served_by_one(situation))
+    situation = _under_load(Random(f"load {seed}"), _served_by_one(situation))
+    return _of_several_ranks(Random(f"ranks {seed}"), situation)
 
 
 def _as_it_is(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -234,6 +237,17 @@ def _under_load(dice: Random, plan: FaultPlan) -> FaultPlan:
     at_s, for_s = max(at_s - dice.uniform(0.0, 1.0), FIRST_FAULT_S), dice.uniform(1.0, 4.0)
     busy = Fault(round(at_s, 2), "busy", f"p{dice.randrange(plan.peers)}", round(for_s, 2), str(dice.choice(BUSY_S)))
     return replace(plan, faults=tuple(sorted((*plan.faults, busy), key=lambda fault: fault.at_s)))
+
+
+def _of_several_ranks(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A seed's plan with islands of several ranks, whose connections may be late, or break."""
+    if dice.random() >= RANKS_SHARE:
+        return plan
+    plan, at_s = replace(plan, ranks=dice.choice(RANKS)), round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
+    how, for_s = dice.choice((("broken", 0.0), (f"late {dice.choice((0.1, 0.3, 1))}", 4.0)))
+    fault = Fault(at_s, "ranks", f"p{dice.randrange(plan.peers)}", for_s, how)
+    faults = (*plan.faults, fault) if dice.random() < LATE_RANKS_SHARE else plan.faults
+    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
 def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> FaultPlan:
