@@ -50,18 +50,18 @@ KNOWN = {"seed-7003563": "I7", "seed-8079071": "I7"}
 SEEDS, PER_TEST = 40, 10
 slow = pytest.mark.slow(queued=False)
 NOTICED_WITHIN = {
-    "no-majority": 20,
-    "early-divisor": 40,
+    "no-majority": 5,
+    "early-divisor": 10,
     "early-progress": 5,
     "private-mean": 5,
-    "stale-life": 40,
+    "stale-life": 10,
     "unseen-vote": 5,
-    "lost-residual": 20,
-    "shared-lease": 10,
-    "forgiven-offence": 20,
-    "strange-vote": 60,
+    "lost-residual": 10,
+    "shared-lease": 5,
+    "forgiven-offence": 100,
+    "strange-vote": 30,
     "replay-heard": 10,
-    "plain-radial": 50,
+    "plain-radial": 10,
 }
 """Seeds; a seed whose plan has nothing for the bug to break costs no time."""
 SLOW = {"early-divisor", "stale-life"}

@@ -6,7 +6,7 @@ Each function after the first throws dice of its own: what it adds changes nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -22,7 +22,7 @@ from diloco.simulate.virtual.plans.kinds import (
     RARE,
     SELDOM,
 )
-from diloco.simulate.virtual.plans.plan import EXCHANGE_S, NO_CLOCK, Fault, FaultPlan
+from diloco.simulate.virtual.plans.plan import EXCHANGE_S, FUSED, NO_CLOCK, Fault, FaultPlan
 from diloco.simulate.virtual.plans.storage import of_storage
 
 POLICIES = {"sync": 50, "quorum": 28, "async": 17, "gossip": 5}
@@ -45,6 +45,8 @@ BUSY_SHARE, BUSY_S = 0.1, (0.1, 0.3, 1.0)
 BACKLOG_SHARE, BACKLOGS = 0.15, (2, 3, 8)
 """Share of the plans in which peers keep another number of versions than 4, and the numbers. With 1 a joiner must have
 the latest to be let in, which it never has where versions take no longer than a copy."""
+BACK_S = 10.0
+"""Time after which a peer is started again in a nightly plan, at the latest."""
 CHECKPOINTS_EVERY = (2, 2, 3, 4)
 """Versions from one checkpoint to the next."""
 MACHINES_SHARE, MACHINES_BEFORE = 0.6, 0.75
@@ -138,12 +140,16 @@ def _comes_late(dice: Random, plan: FaultPlan, size: Size) -> FaultPlan:
     factor = (before_s - MIN_BEFORE_S + QUIET_AFTER_S) / QUIET_AFTER_S
     faults = [replace(fault, at_s=round(before_s + fault.at_s, 2)) for fault in plan.faults]
     for number in range(dice.choices((0, 1, 2), (25, 45, 30))[0] + dice.randint(0, size.more_faults)):
-        kinds = MACHINES if dice.random() < MACHINES_BEFORE else PASSING
-        kind, at_s = dice.choice(list(kinds)), round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
-        drawn = kinds[kind](dice, Fault(at_s, kind, dice.choice(names)), names, 200 + number)
-        faults += [replace(fault, at_s=round(factor * fault.at_s, 2)) for fault in drawn]
+        faults += [replace(fault, at_s=round(factor * fault.at_s, 2)) for fault in _passing(dice, names, number)]
     tokens = plan.total_tokens + round(before_s / round_s) * plan.peers * 4 if plan.total_tokens else 0
     return replace(plan, total_tokens=tokens, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _passing(dice: Random, names: Sequence[str], number: int) -> Iterator[Fault]:
+    """A fault that heals by itself, mostly of a machine."""
+    kinds = MACHINES if dice.random() < MACHINES_BEFORE else PASSING
+    kind, at_s = dice.choice(list(kinds)), round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
+    return kinds[kind](dice, Fault(at_s, kind, dice.choice(names)), names, 100 + number)
 
 
 def _schedule(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -230,7 +236,8 @@ def _under_load(dice: Random, plan: FaultPlan) -> FaultPlan:
     busy machine, most often while something else goes wrong."""
     plan = replace(plan, checkpoint_every=dice.choice(CHECKPOINTS_EVERY))
     if dice.random() < BACKLOG_SHARE:
-        plan = replace(plan, backlog=dice.choice(BACKLOGS))
+        backlog = dice.choice(BACKLOGS)  # over slow links a state is copied for as long as the usual ones last
+        plan = replace(plan, backlog=max(backlog, plan.backlog) if plan.round_s >= SLOW_ROUND_S else backlog)
     if dice.random() >= BUSY_SHARE:
         return plan
     at_s = dice.choice([*(fault.at_s for fault in plan.faults), FIRST_FAULT_S])
@@ -281,12 +288,12 @@ class Size:
     more_peers: float
     """Share of the plans that get more peers than the seed's own draw has."""
     more_faults: int = 0
-    """Most faults beside those of the seed's own draw."""
+    """Most faults beside those of the seed's own draw, all of which pass."""
 
 
 SIZES: Mapping[str, Size] = {
     "usual": Size(8, 34, 0.15),
-    "nightly": Size(16, 115, 0.8, 15),
+    "nightly": Size(16, 130, 0.8, 15),
 }
 
 
@@ -299,10 +306,11 @@ def _sized(dice: Random, plan: FaultPlan, size: Size) -> FaultPlan:
     names = [f"p{index}" for index in range(plan.peers)]
     faults = list(plan.faults)
     for number in range(dice.randint(0, size.more_faults)):
-        kind = dice.choices(list(OFTEN), [OFTEN[kind][0] for kind in OFTEN])[0]
-        at_s = round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
-        faults += OFTEN[kind][1](dice, Fault(at_s, kind, dice.choice(names)), names, 100 + number)
+        faults += _passing(dice, names, number)
     later = [replace(fault, at_s=round(fault.at_s * factor, 2)) for fault in faults]
+    if size.more_faults:  # a long run goes on: whoever is not back by then is started again
+        gone = [fault for fault in later if fault.kind in FUSED]
+        later += [Fault(round(fault.at_s + BACK_S, 2), "restart", fault.peer, 0.0, "disk") for fault in gone]
     plan = replace(plan, faults=tuple(sorted(later, key=lambda fault: fault.at_s)), calm_s=round(0.2 * span_s, 1))
     if dice.random() < END_SHARE:
         rounds = (plan.quiet_s + dice.uniform(0.0, 0.4) * span_s) / (plan.round_s + EXCHANGE_S)
