@@ -141,14 +141,15 @@ class SimulatedAftermath:
                 raise Violation("I5", what)
 
     def _may_part(self, branch: Commit, kept: Commit | None) -> bool:
-        """Whether a commit that is not in a chain may be out of it, which goes on with `kept` after the same one."""
+        """Whether a commit that is not in a chain may be out of it, which goes on with `kept` after the same one. Under
+        `continue` that is one of the side that ended: whoever had it and goes on left it, and said so."""
         invariants = self.invariants
         if invariants.lost_with_the_dead(branch.digest):
             return True
         if self.world.plan.without_majority == "continue":
             forks = [commit for commit in (branch, kept) if commit is not None and commit.fragment < 0]
             if forks:
-                return True
+                return invariants.abandoned(branch.digest)
         if kept is None or kept.fragment >= 0 or kept.lineage not in invariants.refounded:
             return False
         return invariants.refounded[kept.lineage] in (None, kept.previous)

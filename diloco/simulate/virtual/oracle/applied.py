@@ -219,6 +219,8 @@ class SimulatedBlocks:
         """By block, as a bit mask."""
         self._read_at: dict[int, str] = {}
         """By piece: the commit at which its block was read."""
+        self.brought = 0
+        """Pieces that lives kept as they left a lineage for another, where their blocks may be leased anew."""
 
     def reads(self, name: str, line: Line, block: int, piece: int, counted: int) -> None:
         """I2: a simulated peer reads a block for a piece of progress. It is leased to it, and none of the pieces that
@@ -230,7 +232,8 @@ class SimulatedBlocks:
             version = line.commit.version if line.commit is not None else -1
             raise Violation("I2", f"{name} reads block {block}, which version {version} does not lease to it")
         earlier = self._pieces.get(block, 0)
-        if earlier & counted and not self._parted(line, earlier & counted):
+        again = earlier & counted & ~self.brought
+        if again and not self._parted(line, again):
             raise Violation("I2", f"{name} reads block {block} once more, and its progress is counted or kept")
         self._pieces[block] = earlier | 1 << piece
         self._read_at[piece] = line.commit.digest if line.commit is not None else ""
@@ -242,8 +245,8 @@ class SimulatedBlocks:
             return
         blocks = [block for run in held for block in range(run.start, run.stop)]
         unread = [block for block in blocks[: contribution.blocks] if block not in self._pieces]
-        made = {block: self._pieces.get(block, 0) & uncommitted for block in blocks[contribution.blocks :]}
-        rest = [block for block, pieces in made.items() if pieces and not self._parted(line, pieces)]
+        own = uncommitted & ~self.brought
+        rest = [block for block in blocks[contribution.blocks :] if self._pieces.get(block, 0) & own]
         if unread or rest:
             what = f"sends {contribution.blocks} blocks: {unread} of them it did not read, and not {rest}"
             raise Violation("I2", f"{name} {what}")

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,6 +95,8 @@ class SimulationInvariants:
         """By life: digests of the versions that it closed."""
         self._stands_on: dict[int, Commit] = {}
         """By life."""
+        self._resynced: set[int] = set()
+        """Lives that left a lineage for another, and said so."""
         self.ballots = SimulatedBallots(world)
         self.gate = SimulatedAdmissions(world)
         self.blocks = SimulatedBlocks(self.back_from)
@@ -188,6 +192,11 @@ class SimulationInvariants:
         evicted = {one for one in before.view if (one.peer, one.incarnation) in self.world.promise.evicted}
         held = self._holders[digest]
         return bool(evicted) and not any(host.alive or me in set(before.view) - evicted for host, me in held)
+
+    def abandoned(self, digest: str) -> bool:
+        """Whether all trainers that had a version and still live said that they leave its lineage."""
+        living = [host for host, _ in self._holders[digest] if host.alive and not host.witness]
+        return all(host.life in self._resynced or host.name in self.world.liars for host in living)
 
     def _may_fork(self, commit: Commit) -> bool:
         apart = commit.fragment == -1 and self.world.plan.without_majority == "continue"
@@ -334,6 +343,9 @@ class SimulationInvariants:
     def on_resync(self, host: SimulatedProcess, source: Member, void_tokens: int) -> None:
         """Check the committed tokens that a simulated peer reports void as it leaves its lineage for another."""
         self.void_tokens += void_tokens
+        self._resynced.add(host.life)
+        if host.progress is not None:
+            self.blocks.brought |= reduce(or_, (one for masks in host.progress.uncommitted for one in masks), 0)
         there = self.world.at(source)
         mine, other = self._stands_on.pop(host.life, None), self._stands_on.get(there.life) if there else None
         if mine is None or other is None:
