@@ -340,6 +340,28 @@ def test_only_fronts_block() -> None:
     complain(problems)
 
 
+OF_THE_MACHINE = (
+    "diloco.base.clock diloco.observe.screen diloco.transport.dht diloco.transport.dht_node diloco.transport.loop_probe"
+)
+"""Modules that read the machine's clock: the directory, the screen and the probe are not in virtual time."""
+
+
+def test_time_is_read_from_one_clock() -> None:
+    """`diloco.base.clock`, which a simulation replaces: else that would decide by another time than it shows."""
+    clocks = set("monotonic monotonic_ns perf_counter perf_counter_ns time time_ns now utcnow today".split())
+    problems = []
+    for module in modules():
+        if within_any(module.name, OF_THE_MACHINE):
+            continue
+        for node in ast.walk(module.tree):
+            match node:
+                case ast.Attribute(ast.Name("time" | "datetime" | "date"), name) if name in clocks:
+                    problems.append(f"{module.at(node.lineno)}: {ast.unparse(node)} is not the clock")
+                case ast.ImportFrom("time"):
+                    problems.append(f"{module.at(node.lineno)}: a name of time on its own")
+    complain(problems)
+
+
 def test_what_is_proved_is_what_runs() -> None:
     """No simulation calls the line's functions itself. Planted bugs replace some of them."""
     problems = []
