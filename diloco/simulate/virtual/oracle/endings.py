@@ -82,6 +82,10 @@ class SimulatedEndings:
         """Somebody damaged its disk, or that lied about its syncs: no checkpoint on it is whole for certain."""
         return process.disk.damaged and process.disk.durable < 0
 
+    def leaves(self, process: SimulatedProcess) -> bool:
+        """It was asked to leave."""
+        return process.leaving
+
     def has_twin(self, process: SimulatedProcess) -> bool:
         """Another process of its name lived while it was refused, or its clock makes it an earlier life."""
         if process.name in self.world.clockless:
@@ -121,7 +125,7 @@ EXPLANATIONS = (
     Explanation(ResourceError, "another process", lambda endings, process: process.first is not None),
     Explanation(ResourceError, "", SimulatedEndings.refused),
     Explanation(StateError, "checkpoint", SimulatedEndings.damaged, keeps_disk=False),
-    Explanation(StateError, "asked to leave", lambda endings, process: process.leaving),
+    Explanation(StateError, "asked to leave", SimulatedEndings.leaves),
     Explanation(StateError, "state", SimulatedEndings.uncopied),
     Explanation(EvictedError, "live peer named", SimulatedEndings.has_twin),
     Explanation(UnreachableError, "nobody reaches", SimulatedEndings.unreached),
