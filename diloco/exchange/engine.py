@@ -276,7 +276,7 @@ class Exchange(ExchangeTasks):
         self._call(begin)
 
     def assign(self, ranks: Mapping[int, LaneWire]) -> None:
-        """Add the lanes of other ranks, which divide the outer state with us: wires to them, by rank. Before `start`."""
+        """Add the lanes of other ranks, which divide the outer state with us: wires, by rank. Before `start`."""
         self.lanes.others += [RemoteLane(ranks[rank], self._loop, self, rank) for rank in sorted(ranks)]
 
     # ------------------------------------------------------------ the loop's thread from here on

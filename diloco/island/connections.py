@@ -116,7 +116,7 @@ class WireEnd(Protocol):
     """Whoever is told what comes over a `RankWire`, on its loop (`diloco.exchange.lanes.LaneChannel`)."""
 
     failed: Callable[[BaseException], None]
-    """What came from the other rank cannot be read."""
+    """Told that something from the other rank cannot be read."""
 
     def arrived(self, *item: Any) -> None:
         """An item has come from the other rank."""

@@ -280,8 +280,8 @@ def open_run(
 ) -> Life[Run]:
     """Enter a run; all ranks of an island together. Ends once this peer listens and has a state.
 
-    `enter`: on rank 0. `build`: on every rank, with the contract. `take_place`: makes the rank. What rank 0 raises before the ranks meet, the others
-    raise as ResourceError.
+    `enter`: on rank 0. `build`: on every rank, with the contract. `take_place`: makes the rank. What rank 0 raises
+    before the ranks meet, the others raise as ResourceError.
     """
     entrance, own = None, ""
     if island.leads:

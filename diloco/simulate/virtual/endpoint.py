@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from diloco.base.life import POLL_S, Life, Wait
 from diloco.protocol.streams import Welcome
 from diloco.simulate.memory_link import MemoryEndpoint
-from diloco.transport.link import Service
+from diloco.simulate.virtual.plans.setup import RPC_S
+from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
 from diloco.transport.sockets import SocketCounter
 
 if TYPE_CHECKING:
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 
 LOOK_AGAIN_S = 10.0
 """Time between two looks into the directory."""
+RETRY_S = 0.5
+"""Pause of a process that nobody lets in."""
 
 
 class SimulatedRuntime:
@@ -34,6 +39,27 @@ class SimulatedRuntime:
 
     def close(self) -> None:
         """Does nothing: connections end with the process."""
+
+
+def welcomed(process: SimulatedProcess) -> Life[Welcome]:
+    """The welcome of a simulated member: of any that answers, of all whose addresses are known."""
+    while True:
+        for address in process.world.doors(process):
+            asked: Future[Welcome] = Future()
+            process.loop.create_task(_hello(process, address, asked))
+            while not asked.done():
+                yield Wait(asked, POLL_S)
+            if asked.exception() is None:
+                process.world.log(process.name, f"joins through {address.partition(':')[0]}")
+                return asked.result()
+        yield Wait(None, RETRY_S)
+
+
+async def _hello(process: SimulatedProcess, address: str, asked: Future[Welcome]) -> None:
+    try:
+        asked.set_result(await process.link.hello(address, RPC_S))
+    except (LinkDown, LinkSlow, LinkRefused) as error:
+        asked.set_exception(error)
 
 
 class SimulatedEndpoint(MemoryEndpoint):

@@ -11,7 +11,6 @@ from diloco.base.errors import DilocoError
 from diloco.base.life import Life
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.exchange.lane import Lane
 from diloco.island import Island
 from diloco.outer.fragments import Weights
 from diloco.outer.line import Line
@@ -19,13 +18,14 @@ from diloco.peer.rank import PeerRank, PeerTraining
 from diloco.run.door import Entrance, Parts, open_run
 from diloco.simulate.virtual.checkpoints import SimulatedSaving
 from diloco.simulate.virtual.endpoint import NoSockets, SimulatedRuntime
-from diloco.simulate.virtual.island import SimulatedIsland
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.plans.setup import RPC_S, noises
+from diloco.simulate.virtual.ranks.island import SimulatedIsland
 from diloco.simulate.virtual.training import SimulatedTraining
 from diloco.transport.link import Service
 
 if TYPE_CHECKING:
+    from diloco.exchange.lane import Lane
     from diloco.simulate.virtual.process import SimulatedProcess
 
 FIRST_PORT = 1000

@@ -13,7 +13,7 @@ from diloco.base.errors import ResourceError
 from diloco.base.types import Closed, Member
 from diloco.protocol.messages import Accept, Envelope, Propose, Reply
 from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, ProcessId, StateOffer, StreamHeader, Welcome
-from diloco.simulate.virtual.liars import sent_by
+from diloco.simulate.virtual.plans.lies import sent_by
 from diloco.simulate.virtual.streams import SimulatedStream
 from diloco.simulate.virtual.wires import (
     RETRANSMIT_S,

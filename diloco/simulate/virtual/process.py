@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diloco.base.errors import DilocoError
-from diloco.base.life import POLL_S, Life, Wait
+from diloco.base.life import Life, Wait
 from diloco.base.types import Closed, Commit, Contribution, Counted, Skip
 from diloco.exchange.engine import Exchange
-from diloco.exchange.lane import Lane
 from diloco.exchange.service import ExchangeService
 from diloco.island import Island
 from diloco.observe.event_log import Events
@@ -27,34 +26,30 @@ from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
-from diloco.protocol.streams import Welcome
 from diloco.run.door import Entrance, Parts, lead
 from diloco.run.past import past_of
 from diloco.run.run import Leading, Run
 from diloco.run.witness import witnessed
 from diloco.simulate.virtual.checkpoints import SimulatedSaving
-from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint
+from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint, welcomed
 from diloco.simulate.virtual.follower import SimulatedFollower
-from diloco.simulate.virtual.island import SimulatedIsland, SimulatedRanks
-from diloco.simulate.virtual.liars import offered_by
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.oracle.applied import SimulatedSteps
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.progress import SimulatedProgress
 from diloco.simulate.virtual.oracle.records import SimulatedRecords
+from diloco.simulate.virtual.plans.lies import offered_by
 from diloco.simulate.virtual.plans.setup import RPC_S
+from diloco.simulate.virtual.ranks.island import SimulatedIsland, SimulatedRanks
+from diloco.simulate.virtual.ranks.whole import WholeLine, interleaved
 from diloco.simulate.virtual.timeline import Died, ProcessLoop
 from diloco.simulate.virtual.training import SimulatedTraining
-from diloco.simulate.virtual.whole import WholeLine, interleaved
 from diloco.storage.checkpoint import Checkpoint
-from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
 if TYPE_CHECKING:
+    from diloco.exchange.lane import Lane
     from diloco.simulate.virtual.faults import FaultFuse
     from diloco.simulate.virtual.world import SimulatedWorld
-
-RETRY_S = 0.5
-"""Pause of a process that nobody lets in."""
 
 
 class SimulatedProcess:
@@ -73,7 +68,7 @@ class SimulatedProcess:
         self.link = SimulatedLink(world.network, self, RPC_S)
         self.disk = world.disks[name]
         self.ranks = SimulatedRanks(self, size) if size > 1 else None
-        """What passes between the ranks of its island, where it has several."""
+        """The ranks of its island, where it has several."""
         self.followers = [SimulatedFollower(self, rank) for rank in range(1, size)]
         self.saving: SimulatedSaving | None = None
         self.records = SimulatedRecords(self)
@@ -184,8 +179,7 @@ class SimulatedProcess:
             self.ranks.start(other.life(), self._fails)
 
     def _fails(self, error: Exception | None) -> None:
-        """Another rank has ended; with an error it takes all of them along."""
-        if error is not None:
+        if error is not None:  # of another rank: it takes all of them along
             self._over(error)
 
     def _over(self, error: Exception | None) -> None:
@@ -249,7 +243,7 @@ class SimulatedProcess:
             yield from self._witness()
             return
         checkpoint = self._checkpoint() if self.resumes else None
-        welcome = None if self.founder else (yield from self._welcome())
+        welcome = None if self.founder else (yield from welcomed(self))
         endpoint = SimulatedEndpoint(self, welcome)
         run = yield from self._open(endpoint, checkpoint)
         self.run = run
@@ -275,26 +269,6 @@ class SimulatedProcess:
     def _checkpoint(self) -> Checkpoint | None:
         past = past_of(self.disk.folder)
         return past.checkpoint() if past is not None else None
-
-    def _welcome(self) -> Life[Welcome]:
-        """The welcome of a member: of any that answers, of all whose addresses are known."""
-        known: Callable[[], Sequence[str]] = lambda: self.world.doors(self)  # noqa: E731
-        while True:
-            for address in known():
-                asked: Future[Welcome] = Future()
-                self.loop.create_task(self._hello(address, asked))
-                while not asked.done():
-                    yield Wait(asked, POLL_S)
-                if asked.exception() is None:
-                    self.world.log(self.name, f"joins through {address.partition(':')[0]}")
-                    return asked.result()
-            yield Wait(None, RETRY_S)
-
-    async def _hello(self, address: str, asked: Future[Welcome]) -> None:
-        try:
-            asked.set_result(await self.link.hello(address, RPC_S))
-        except (LinkDown, LinkSlow, LinkRefused) as error:
-            asked.set_exception(error)
 
     def _open(self, endpoint: SimulatedEndpoint, checkpoint: Checkpoint | None) -> Life[Run]:
         """Enter the run as `diloco.run.door.open_run` does, with an observer at each seam."""
@@ -335,7 +309,7 @@ class SimulatedProcess:
         return SimulatedTraining(self, island)
 
     def _witness(self) -> Life[None]:
-        welcome = yield from self._welcome()
+        welcome = yield from welcomed(self)
         endpoint = SimulatedEndpoint(self, welcome)
         events = Events(None, self.name, ())
         yield from witnessed(self.name, self.world.setup.contract, endpoint, events, lambda: self.leaving)  # type: ignore[arg-type]
@@ -425,19 +399,15 @@ class SimulatedProcess:
         closed, offer, exchanged, line = journal.closed, exchange.offer, life.exchanged, peer.line
 
         def on_opened(contract: Any) -> None:
-            if self.ranks is not None:
-                self.ranks.come_together()
+            self._come_together()
             progress.opened()
             opened(contract)
 
         def on_committed(commit: Commit, mine: Counted | None) -> None:
             committed(commit, mine)
-            if self.ranks is not None and commit.fragment < 0:  # the ranks do nothing, and need not meet
-                self.ranks.come_together()
+            self._come_together(commit)
             progress.applied(commit, mine)
-            parts = self.mean(commit.mean_digest) if self.ranks is not None and commit.fragment >= 0 else None
-            if parts is not None:
-                self.world.invariants.on_mean(self, Closed(commit, parts))
+            self._applied(commit)
             self._stands()
 
         def on_adopted(mine: Counted | None, discarded: int) -> None:
@@ -477,6 +447,16 @@ class SimulatedProcess:
         journal.adopted, journal.discarded = on_adopted, on_discarded  # type: ignore[method-assign]
         journal.closed = on_closed  # type: ignore[method-assign]
         exchange.offer, life.exchanged = on_offer, on_exchanged  # type: ignore[method-assign]
+
+    def _come_together(self, founding: Commit | None = None) -> None:
+        """The other ranks have done what rank 0 said, also where they need not meet for it."""
+        if self.ranks is not None and (founding is None or founding.fragment < 0):
+            self.ranks.come_together()
+
+    def _applied(self, commit: Commit) -> None:
+        parts = self.mean(commit.mean_digest) if self.ranks is not None and commit.fragment >= 0 else None
+        if parts is not None:
+            self.world.invariants.on_mean(self, Closed(commit, parts))
 
     def _stands(self) -> None:
         """The line of the simulated peer stands at another version, or state."""

@@ -21,7 +21,7 @@ from diloco.base.life import Life
 from diloco.base.threads import InPlace
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.threads import SimulatedThread
+    from diloco.simulate.virtual.ranks.threads import SimulatedThread
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -16,8 +16,8 @@ from diloco.island.slices import Pieces, Slices, held
 from diloco.outer.fragments import Weights
 from diloco.outer.line import Line
 from diloco.run.trainer import TrainerLeases
-from diloco.simulate.virtual.island import SimulatedBridge, SimulatedIsland
 from diloco.simulate.virtual.plans.setup import NOISES, STEPS, SimulatedModel
+from diloco.simulate.virtual.ranks.island import SimulatedBridge, SimulatedIsland
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.saving import Contents
 

@@ -39,8 +39,8 @@ from diloco.simulate.virtual.oracle.promise import SimulatedPromise
 from diloco.simulate.virtual.plans.plan import EXCHANGE_S, NO_CLOCK, Fault, FaultPlan
 from diloco.simulate.virtual.plans.setup import STEPS, SimulationSetup, most_contributions
 from diloco.simulate.virtual.process import SimulatedProcess
+from diloco.simulate.virtual.ranks.threads import SimulatedCondition
 from diloco.simulate.virtual.schedules import halve
-from diloco.simulate.virtual.threads import SimulatedCondition
 from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0

@@ -1,8 +1,8 @@
 """An island in virtual time: the ranks of one simulated peer, and all that passes between them.
 
-Every rank runs the code of production on a thread of its own (`threads`), and has a model, a line and a lane of its own.
-They share a process, for the death of one is the death of all, as under torchrun. What stands in for torch.distributed
-and for the connections between ranks is here; each message takes a little time, and comes after those before it.
+Every rank runs the code of production on a thread of its own (`threads`), and has a model, a line and a lane. The ranks
+share a process, for the death of one is the death of all, as under torchrun. What stands in for torch.distributed and
+for the connections between ranks is here; each message takes a little time, and comes after those before it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diloco.base.life import Life
 from diloco.island import SEE, Island
 from diloco.island.bridge import Bridge
 from diloco.simulate.virtual.oracle.gate import Violation
-from diloco.simulate.virtual.threads import SimulatedCondition, SimulatedThread
+from diloco.simulate.virtual.ranks.threads import SimulatedCondition, SimulatedThread
 
 if TYPE_CHECKING:
     from diloco.exchange.lane import Lane
@@ -46,12 +46,12 @@ class Meeting:
 
     kind: str
     came: dict[int, Any] = field(default_factory=dict)
-    """What each rank brought."""
+    """By rank: its own value."""
     left: int = 0
 
 
 class SimulatedRanks:
-    """What passes between the ranks of one life of a simulated peer."""
+    """The ranks of one life of a simulated peer, and all that passes between them."""
 
     def __init__(self, process: SimulatedProcess, size: int) -> None:
         self.process, self.size = process, size
@@ -118,7 +118,7 @@ class SimulatedRanks:
             thread.wait(PASS_S)
 
     def meet(self, group: str, kind: str, rank: int, mine: Any) -> list[Any]:
-        """What all simulated ranks brought to their next operation, which must be the same for all, by rank."""
+        """Values of all simulated ranks for their next operation, which must be the same for all, by rank."""
         place = self._places[group, rank]
         self._places[group, rank] += 1
         meeting = self._meetings.setdefault((group, place), Meeting(kind))
@@ -234,7 +234,7 @@ class SimulatedWire:
         self.under_way: deque[tuple[Any, ...]] = deque()
         """Items that were sent and have not come."""
         self._early: list[bytes] = []
-        """What came before anybody listened."""
+        """Items that came before anybody listened."""
         self._closed = self._broken = False
 
     def open(self, loop: asyncio.AbstractEventLoop, end: LaneChannel) -> None:

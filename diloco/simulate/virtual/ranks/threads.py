@@ -36,7 +36,7 @@ class SimulatedThread:
         self._next: Happening | None = None
         """When it goes on at the latest."""
         self._waits: object = None
-        """What it waits in now; None: it runs, or is to go on."""
+        """Its present wait; None: it runs, or is to go on."""
         self.ends = self._ended = False
         """Its process is dead; it has come to its end."""
         self._error: BaseException | None = None
