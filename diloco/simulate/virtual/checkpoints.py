@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.base.errors import DilocoError
 from diloco.base.life import Life
-from diloco.simulate.virtual.timeline import Died
+from diloco.simulate.virtual.ranks.threads import Died
 from diloco.storage.saving import Saver
 
 if TYPE_CHECKING:

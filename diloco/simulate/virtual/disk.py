@@ -16,7 +16,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from diloco.base.files import Disk
-from diloco.simulate.virtual.timeline import Died
+from diloco.simulate.virtual.ranks.threads import Died
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.oracle.records import SavedProgress

@@ -41,8 +41,9 @@ from diloco.simulate.virtual.oracle.records import SimulatedRecords
 from diloco.simulate.virtual.plans.lies import offered_by
 from diloco.simulate.virtual.plans.setup import RPC_S
 from diloco.simulate.virtual.ranks.island import SimulatedIsland, SimulatedRanks
+from diloco.simulate.virtual.ranks.threads import Died
 from diloco.simulate.virtual.ranks.whole import WholeLine, interleaved
-from diloco.simulate.virtual.timeline import Died, ProcessLoop
+from diloco.simulate.virtual.timeline import ProcessLoop
 from diloco.simulate.virtual.training import SimulatedTraining
 from diloco.storage.checkpoint import Checkpoint
 
@@ -454,8 +455,7 @@ class SimulatedProcess:
             self.ranks.come_together()
 
     def _applied(self, commit: Commit) -> None:
-        parts = self.mean(commit.mean_digest) if self.ranks is not None and commit.fragment >= 0 else None
-        if parts is not None:
+        if self.ranks and commit.fragment >= 0 and (parts := self.mean(commit.mean_digest)) is not None:
             self.world.invariants.on_mean(self, Closed(commit, parts))
 
     def _stands(self) -> None:

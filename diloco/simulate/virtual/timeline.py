@@ -15,13 +15,11 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import Context
 from itertools import count
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from diloco.base.life import Life
 from diloco.base.threads import InPlace
-
-if TYPE_CHECKING:
-    from diloco.simulate.virtual.ranks.threads import SimulatedThread
+from diloco.simulate.virtual.ranks.threads import Died, SimulatedThread
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -152,10 +150,6 @@ class Timeline:
         finally:
             self.running, going = before
             events._set_running_loop(going)
-
-
-class Died(SystemExit):
-    """Ends what a simulated process was just doing when it died."""
 
 
 class ProcessLoop(asyncio.AbstractEventLoop):

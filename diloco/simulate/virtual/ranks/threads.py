@@ -11,12 +11,18 @@ from asyncio import events
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from diloco.base.life import Life
-from diloco.simulate.virtual.timeline import Died, Happening, ProcessLoop, Timeline
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.timeline import Happening, ProcessLoop, Timeline
+
+
+class Died(SystemExit):
+    """Ends what a simulated process was just doing when it died."""
 
 
 class SimulatedThread:
