@@ -33,6 +33,7 @@ from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
 from diloco.transport.pace import Outbox
 
 if TYPE_CHECKING:
+    from diloco.simulate.virtual.follower import SimulatedFollower
     from diloco.simulate.virtual.process import SimulatedProcess
     from diloco.simulate.virtual.world import SimulatedWorld
 
@@ -129,9 +130,9 @@ class SimulatedNetwork:
 
     # ------------------------------------------------------------ who can be reached
 
-    def listen(self, process: SimulatedProcess) -> None:
+    def listen(self, process: SimulatedProcess | SimulatedFollower) -> None:
         """A simulated process answers at its address from now on."""
-        self._listening[process.address] = self._listened[process.address] = process
+        self._listening[process.address] = self._listened[process.address] = process  # type: ignore[assignment]
         self.dark.discard(process.name)
 
     def at(self, address: str) -> SimulatedProcess | None:
@@ -142,7 +143,8 @@ class SimulatedNetwork:
         """A simulated process is dead: connections to it break."""
         if process.loses_power:
             self.dark.add(process.name)
-        for place in (process, *process.followers):
+        places: list[SimulatedProcess | SimulatedFollower] = [process, *process.followers]
+        for place in places:
             if self._listening.get(place.address) is place:
                 del self._listening[place.address]
             for call in list(place.calls):

@@ -152,7 +152,9 @@ class SimulatedCondition(threading.Condition):
     def __exit__(self, *error: object) -> None:
         """There is nothing to unlock."""
 
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> bool:
+    def wait_for(  # type: ignore[override]
+        self, predicate: Callable[[], Any], timeout: float | None = None
+    ) -> bool:
         """Have the simulated thread that runs now wait until the predicate holds. False: it did not in time."""
         thread = self._timeline.thread
         assert thread is not None
