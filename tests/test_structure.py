@@ -348,7 +348,17 @@ OF_THE_MACHINE = (
 
 def test_time_is_read_from_one_clock() -> None:
     """`diloco.base.clock`, which a simulation replaces: else that would decide by another time than it shows."""
-    clocks = set("monotonic monotonic_ns perf_counter perf_counter_ns time time_ns now utcnow today".split())
+    clocks = {
+        "monotonic",
+        "monotonic_ns",
+        "perf_counter",
+        "perf_counter_ns",
+        "time",
+        "time_ns",
+        "now",
+        "utcnow",
+        "today",
+    }
     problems = []
     for module in modules():
         if within_any(module.name, OF_THE_MACHINE):

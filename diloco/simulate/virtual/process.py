@@ -246,8 +246,7 @@ class SimulatedProcess:
         checkpoint = self._checkpoint() if self.resumes else None
         welcome = None if self.founder else (yield from welcomed(self))
         endpoint = SimulatedEndpoint(self, welcome)
-        run = yield from self._open(endpoint, checkpoint)
-        self.run = run
+        run = self.run = yield from self._open(endpoint, checkpoint)
         yield from run.waiting(float("inf"))
         assert self.training is not None
         while not (run.done or run.leaving):
