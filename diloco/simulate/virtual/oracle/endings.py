@@ -96,6 +96,12 @@ class SimulatedEndings:
         others = [one for one in processes if one.name == process.name and one is not process and one.up]
         return any(one.loop.died_s >= since_s for one in others)
 
+    def parted(self, process: SimulatedProcess) -> bool:
+        """Connections between the ranks of its island broke."""
+        began_s = self._beginnings[process.life].at_s
+        faults = [one for one in self.world.plan.faults if one.kind == "ranks" and one.how == "broken"]
+        return any(process.name == one.peer and began_s <= one.at_s <= self.world.now for one in faults)
+
     def unreached(self, process: SimulatedProcess) -> bool:
         """Messages of others may not have reached it."""
         return self._disturbed(process.name, self._beginnings[process.life].at_s)
@@ -124,6 +130,7 @@ class SimulatedEndings:
 EXPLANATIONS = (
     Explanation(ResourceError, "another process", lambda endings, process: process.first is not None),
     Explanation(ResourceError, "", SimulatedEndings.refused),
+    Explanation(ResourceError, "another rank", SimulatedEndings.parted),
     Explanation(StateError, "checkpoint", SimulatedEndings.damaged, keeps_disk=False),
     Explanation(StateError, "asked to leave", SimulatedEndings.leaves),
     Explanation(StateError, "state", SimulatedEndings.uncopied),
