@@ -134,8 +134,9 @@ class Peer:
             now(self.do(KeepLocal()))
 
     def withdraw(self) -> None:
-        """The peer's contribution is progress again, unless a version counts it."""
-        if self.line.sent is None or self.line.sent.passed is None:
+        """The peer's contribution is progress again, unless a version counts it, be it one that was passed over."""
+        sent = self.line.sent
+        if sent is None or (sent.passed is None and self.exchange.untaken.passed is None):
             now(self.do(Withdraw()))
 
     def drop(self, reason: str) -> None:
