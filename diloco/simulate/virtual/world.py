@@ -266,9 +266,13 @@ class SimulatedWorld:
         return well or self._all_left()
 
     def _all_left(self) -> bool:
-        """Whether all trainers left in good order: nobody wants more of the run. Where one died, it is resumed."""
+        """Whether all trainers left in good order: nobody wants more of the run. Where one died, it is resumed, unless a
+        liar is the only one that lives: nobody can tell that by its status."""
         trainers = [host for host in self.hosts.values() if not host.witness]
-        return all(not host.alive and host.gone for host in trainers if host.name not in self.liars)
+        honest = [host for host in trainers if host.name not in self.liars]
+        if any(host.alive for host in honest):
+            return False
+        return all(host.gone for host in honest) or any(host.alive for host in trainers)
 
     def _not_well(self) -> str:
         stands = ", ".join(map(_standing, self._honest()))
