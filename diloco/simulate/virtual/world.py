@@ -266,8 +266,8 @@ class SimulatedWorld:
         return well or self._all_left()
 
     def _all_left(self) -> bool:
-        """Whether all trainers left in good order: nobody wants more of the run. Where one died, it is resumed, unless a
-        liar is the only one that lives: nobody can tell that by its status."""
+        """Whether all trainers left in good order: nobody wants more of the run. Where one died, it is resumed, unless
+        only a liar lives: nobody can tell that by its status."""
         trainers = [host for host in self.hosts.values() if not host.witness]
         honest = [host for host in trainers if host.name not in self.liars]
         if any(host.alive for host in honest):

@@ -246,7 +246,8 @@ class SimulatedBlocks:
         blocks = [block for run in held for block in range(run.start, run.stop)]
         unread = [block for block in blocks[: contribution.blocks] if block not in self._pieces]
         own = uncommitted & ~self.brought
-        rest = [block for block in blocks[contribution.blocks :] if self._pieces.get(block, 0) & own]
+        read = ((block, self._pieces.get(block, 0) & own) for block in blocks[contribution.blocks :])
+        rest = [block for block, mine in read if mine and not self._parted(line, mine)]  # it reads on until it copies
         if unread or rest:
             what = f"sends {contribution.blocks} blocks: {unread} of them it did not read, and not {rest}"
             raise Violation("I2", f"{name} {what}")
