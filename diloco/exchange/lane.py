@@ -82,7 +82,7 @@ class Lane(ExchangeTasks):
         if state is not self._latest:
             self._latest = state
             self.held += 1
-            self._call(self._states.__setitem__, self.held, state)
+            self._call(self._keep_state, self.held, state)
 
     def measured(self, contribution: Contribution) -> None:
         """Hand this lane its parts of a contribution, to be taken as often as rank 0 offers it."""
@@ -282,6 +282,9 @@ class Lane(ExchangeTasks):
         return self.work.owners if self.work is not None else {}
 
     # ------------------------------------------------------------ the state, for other peers
+
+    def _keep_state(self, number: int, state: OuterState) -> None:
+        self._states[number] = state
 
     def retain(self, numbers: Collection[int]) -> None:
         """Forget the states of this lane that are older than the latest of these numbers, but for these."""
