@@ -400,8 +400,8 @@ class SimulatedProcess:
 
         def on_opened(contract: Any) -> None:
             self._come_together()
-            progress.opened()
             opened(contract)
+            progress.opened()
 
         def on_committed(commit: Commit, mine: Counted | None) -> None:
             committed(commit, mine)
