@@ -327,7 +327,7 @@ def verdict_of(template: Template, old: str, new: str, seconds: float) -> Verdic
     return simulation.verdict()
 
 
-FIRST_LINE = "    seed = hashlib.sha256"
+FIRST_LINE = "    return trainers[(_first(run"
 """Of `coordinator`, which every seed calls."""
 
 

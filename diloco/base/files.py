@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,14 +43,17 @@ def on_disk(other: Disk) -> Iterator[None]:
 
 def make_folders(path: Path) -> None:
     """Make a folder, and those above it, where they are missing, and keep their names for certain. Raises OSError."""
-    if not path.is_dir():
-        make_folders(path.parent)
-        path.mkdir(exist_ok=True)
-        try:
-            sync_path(path.parent)
-        except OSError:
-            path.rmdir()  # or the next call would find it there, and sync nothing
-            raise
+    if path.is_dir():
+        return
+    if path.exists():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    make_folders(path.parent)
+    path.mkdir(exist_ok=True)
+    try:
+        sync_path(path.parent)
+    except OSError:
+        path.rmdir()  # or the next call would find it there, and sync nothing
+        raise
 
 
 def sync_path(path: Path) -> None:

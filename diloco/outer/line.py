@@ -128,8 +128,6 @@ class Line:
     weighing: Weighing
     state: OuterState
     commit: Commit | None = None
-    diverged: bool = False
-    """Our state turned out to be another than that of `commit`."""
     trained: UncommittedProgress = field(default_factory=UncommittedProgress)
     sent: PendingContribution | None = None
     """The contribution that others may hold already: until its version closes it is offered again unchanged."""
@@ -157,12 +155,6 @@ class Line:
     def parameters(self) -> Mapping[str, Tensor]:
         """The model's parameters that the line holds as local weights, by name."""
         return self.weights.parameters
-
-    @property
-    def stands_at(self) -> Commit | None:
-        """Commit of the line's version: no earlier outer state is copied. None: there is none, or our state is wrong,
-        and any is better."""
-        return None if self.diverged else self.commit
 
     @property
     def due(self) -> Fragment:
@@ -276,7 +268,6 @@ def expect(line: Line, commit: Commit) -> Counted | None:
     mine = entry_in(line, commit) if line.sent is not None else None  # else it is that of an earlier life of this peer
     if commit.state_digest == line.state.digest:
         return mine
-    line.diverged = True
     uncounted = mine is None and commit.version == line.state.version + 1
     if not uncounted and line.sent is not None:  # counted by this version, or perhaps by one that we have not seen
         line.sent = replace(line.sent, passed=line.sent.passed or commit)
@@ -358,7 +349,6 @@ def adoption(line: Line, commit: Commit | None) -> Adoption:
 
 def book_adoption(line: Line, adoption: Adoption) -> None:
     """Set the line's commit and progress after it adopted a copied outer state. Rank 0."""
-    line.diverged = False
     if adoption.stays:
         return
     line.commit = adoption.commit

@@ -231,7 +231,7 @@ class Peer:
         self.report(phase=Phase.JOINING)
         total_bytes = sum(buffer.nbytes for _, buffer in self.line.state.buffers())
         self.events.emit(StateCopying(0, total_bytes))
-        copying = self.exchange.copy_state(sources, self.line.state, self.line.stands_at, self._on_copied)
+        copying = self.exchange.copy_state(sources, self.line.state, self.line.commit, self._on_copied)
         state, offer = yield from in_time(copying, self.site.timeouts.join_s, self.asked_to_leave, check)
         line, before = self.line, self.line.commit
         if line.sent is not None:

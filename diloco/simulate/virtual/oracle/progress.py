@@ -70,9 +70,11 @@ class SimulatedProgress:
         self._given = [] if isinstance(outcome, Skip) else [closed.commit for closed in outcome]
 
     def begins_round(self) -> None:
-        """Check that all versions of the round before were applied, unless a state was copied that has them."""
+        """Check that all versions of the round before were applied, unless a state was copied that has them, or is to
+        be: they were made on another state than the one here."""
         stands = self.line.commit.version if self.line.commit is not None else -1
-        if left := [commit for commit in self._given if commit.version > stands]:
+        left = [commit for commit in self._given if commit.version > stands]
+        if left and not self.host.drifted:
             raise Violation("I7", f"{self.host.name} does not apply {len(left)} versions that closed")
 
     def as_json(self) -> list[list[str]]:
