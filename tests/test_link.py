@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import grpc.aio
 import pytest
@@ -136,6 +137,10 @@ MEAN = [b"a" * 16_384, b"b" * (2 * MIB + 5), b"", b"c"]
 LIMITS = Limits(parts=4, part_bytes=3 * MIB, total_bytes=3 * MIB)
 
 # ---------------------------------------------------------------- two networks
+
+
+FIRST_BYTES = 1 << 19
+"""Most payload of a stream's first message."""
 
 
 class GrpcNet:
@@ -560,6 +565,35 @@ def test_a_limit_is_shared_by_all_streams_and_is_no_stall_and_holds_up_no_messag
 
     halves = [Part(index, bytes(32_768)) for index in range(2)]
     play(partial(net, send_bps=1e6), scenario)
+
+
+@pytest.mark.slow(queued=False)
+def test_a_stream_begins_with_little_however_fast_the_one_before_it_was():
+    """The network may have become slow since: at 1 Mb/s half a MiB takes 4 s."""
+
+    class Weighed(Listener):
+        def __init__(self) -> None:
+            super().__init__()
+            self.messages: list[int] = []
+
+        def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
+            self.messages.append(size_bytes)
+
+    async def scenario(net: GrpcNet) -> None:
+        service = Weighed()
+        address = await net.start(service)
+        parts = [Part(index, bytes(4 * MIB)) for index in range(48)]
+        for version in range(2):
+            assert (
+                await net.link.send_parts(address, replace(HEADER, version=version), stream(*parts), 5.0) is m.Reply.OK
+            )
+        total = 4 * MIB * len(parts)
+        sums = list(accumulate(service.messages))
+        second = service.messages[sums.index(total) + 1 :]
+        assert max(service.messages) > FIRST_BYTES  # or nothing is shown: it was never fast
+        assert second[0] <= FIRST_BYTES
+
+    play(GrpcNet, scenario)
 
 
 @pytest.mark.slow(queued=False)
