@@ -34,7 +34,7 @@ SETTERS = {"delattr", "heapify", "heappop", "heappush", "setattr", "shuffle"}
 
 
 class Reach(IntEnum):
-    """How an expression of a role leads to other roles."""
+    """Ways in which an expression of a role leads to other roles."""
 
     OWN = 0
     HOLDS = 1
@@ -81,7 +81,7 @@ class Reader:
                     self.local[name.id] = max(self.local.get(name.id, Reach.OWN), deeper)
 
     def of(self, node: ast.AST | None) -> Reach:
-        """How an expression leads to other roles."""
+        """The way in which an expression leads to other roles."""
         match node:
             case ast.Attribute(attr="now"):
                 return Reach.OWN  # the time of a step is a number

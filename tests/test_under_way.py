@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from diloco.transport.pace import MIN_UNDER_WAY_BYTES, QUEUE_S, UnderWay
+from diloco.transport.pace import MAX_FIRST_BYTES, MIN_UNDER_WAY_BYTES, QUEUE_S, UnderWay
 
 MESSAGE_BYTES = 1 << 16
 REPORT_S = 0.02
@@ -38,7 +38,7 @@ class Link:
         now_s = 0.0
         while now_s < until_s:
             for index, stream in enumerate(self._streams):
-                size = min(MESSAGE_BYTES, stream.limit_bytes // 2)
+                size = stream.fitting(MESSAGE_BYTES)
                 while stream.allows(size):
                     self._send(index, stream, size, now_s)
             now_s, index, taken = heapq.heappop(self._reports)
@@ -89,7 +89,9 @@ def test_what_has_no_more_to_send_is_not_taken_for_slow_and_may_grow() -> None:
     way.sent(1000, 2.0)
     way.took(MESSAGE_BYTES + 1000, math.inf, 2.01)
     assert way.limit_bytes == grown
-    assert way.anew().limit_bytes == grown
+    assert grown > MAX_FIRST_BYTES
+    assert way.anew().limit_bytes == MAX_FIRST_BYTES  # it may have become slow since
+    assert UnderWay(MIN_UNDER_WAY_BYTES).anew().limit_bytes == MIN_UNDER_WAY_BYTES
 
 
 def test_one_message_may_always_be_under_way() -> None:

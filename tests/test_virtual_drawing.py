@@ -13,7 +13,7 @@ from diloco.simulate.virtual.plans.plan import FLIPPED, IN_CHECKPOINT, IN_RECORD
 from diloco.simulate.virtual.search import SeedOptions
 
 HOW = (IN_CHECKPOINT, IN_RECORD, FLIPPED, "old")
-"""What happens to a disk at a death or a start."""
+"""Faults of a disk at a death or a start."""
 
 
 def test_async_seeds_have_peers_of_different_speeds() -> None:

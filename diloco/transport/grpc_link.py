@@ -112,6 +112,7 @@ class GrpcLink(Link):
                         call = connections.peer(connection).SendParts()  # type: ignore[call-arg]  # may be left out
                         size, way = connections.sizes[connection], connections.ways[connection].anew()
                         connections.ways[connection] = way
+                        size.message_bytes = way.fitting(size.message_bytes)
                         sending = _Sending(call, stall_s, self._limit, self._uplink, size, way, self._progress, taken)
                         streams.append(asyncio.create_task(sending.run(first, outbox)))
                     for stream in asyncio.as_completed(streams):
@@ -409,13 +410,11 @@ class _Sending:
             fed = full and self.fed_since_s <= reported_at_s
             way.took(reply.taken_bytes, self.fed_since_s, now_s)
             self.size.measured(taken_bytes, now_s - reported_at_s, fed)
-            self.size.message_bytes = min(self.size.message_bytes, way.limit_bytes // 2)
+            self.size.message_bytes = way.fitting(self.size.message_bytes)
             if fed:
                 self.uplink.took(taken_bytes, reported_at_s, now_s)
             reported_at_s = now_s
-            full = way.bytes >= min(
-                MESSAGE_BYTES, way.limit_bytes // 2
-            )  # with less, it is not the link that we wait for
+            full = way.bytes >= way.fitting(MESSAGE_BYTES)  # with less, it is not the link that we wait for
             self.news.set()
         raise LinkRefused(Reply.MALFORMED, "a stream of parts was not answered")
 

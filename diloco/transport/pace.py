@@ -102,6 +102,9 @@ QUEUE_S = 0.5
 Routers hold back seconds of traffic, and heartbeats, votes and reports wait behind it."""
 MIN_UNDER_WAY_BYTES = 1 << 15
 """Least that may be under way: eight streams of that are a second of a link of 2 Mbit/s."""
+MAX_FIRST_BYTES = 1 << 19
+"""Most that may be under way when a stream begins: the network may have become slow since the last one. At 1 Mb/s it
+takes 4 s."""
 SAMPLES = 8
 """Reports of a receiver of which the fastest counts: that of a busy one comes late."""
 
@@ -134,12 +137,16 @@ class UnderWay:
         return self._sent_bytes - self.taken_bytes
 
     def anew(self) -> UnderWay:
-        """The bound for the next stream to the same address, which need not measure again how fast it is."""
-        return UnderWay(self.limit_bytes)
+        """The bound for the next stream to the same address, at first that of this one or MAX_FIRST_BYTES."""
+        return UnderWay(min(self.limit_bytes, MAX_FIRST_BYTES))
 
     def allows(self, size_bytes: int) -> bool:
         """Whether so many bytes more may be under way in the stream; one message always may."""
         return not self.bytes or self.bytes + size_bytes <= self.limit_bytes
+
+    def fitting(self, message_bytes: int) -> int:
+        """Size of a stream's message, such that two of them may be under way."""
+        return min(message_bytes, self.limit_bytes // 2)
 
     def sent(self, size_bytes: int, now_s: float) -> None:
         """A message of the stream with so many bytes of parts is sent."""
