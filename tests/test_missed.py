@@ -10,6 +10,7 @@ import pytest
 
 from diloco.base.types import Commit, Member
 from diloco.exchange import missed
+from diloco.exchange.engine import Exchange
 from diloco.exchange.service import ExchangeService
 from diloco.outer import average
 from diloco.protocol.messages import FetchMean, Learned
@@ -69,13 +70,19 @@ def test_the_loop_answers_while_fetched_commits_are_hashed(world: LocalWorld, mo
     assert all(hashing.ended)
 
 
-def test_a_mean_is_hashed_beside_the_loop(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashing = Hashing(monkeypatch)
+def fetching_a_mean(world: LocalWorld) -> tuple[Exchange, Commit]:
+    """The exchange of a peer that fetches the mean of the first version, and that version's commit."""
     world.rounds(world.peers, 1)
     exchange, others = world.peers[0].peer.exchange, [peer.peer.exchange.me for peer in world.peers[1:]]
     commit = world.peers[0].commits[-1]
     world.ask(lambda: exchange.archive.means.clear())
     world.ask(lambda: exchange._perform([FetchMean(commit, tuple(others))]))
+    return exchange, commit
+
+
+def test_a_mean_is_hashed_beside_the_loop(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashing = Hashing(monkeypatch)
+    exchange, commit = fetching_a_mean(world)
     hashing.may_end.set()
     until(lambda: list(exchange.archive.means) == [commit.mean_digest], "it is here", 20.0)
     assert world.ask(threading.get_ident) not in hashing.threads
@@ -84,11 +91,7 @@ def test_a_mean_is_hashed_beside_the_loop(world: LocalWorld, monkeypatch: pytest
 def test_a_state_is_offered_while_a_fetched_mean_is_hashed(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the other way round: a state of 10B parameters takes a minute to hash, and a mean 2 s."""
     hashing = Hashing(monkeypatch)
-    world.rounds(world.peers, 1)
-    exchange, others = world.peers[0].peer.exchange, [peer.peer.exchange.me for peer in world.peers[1:]]
-    commit = world.peers[0].commits[-1]
-    world.ask(lambda: exchange.archive.means.clear())
-    world.ask(lambda: exchange._perform([FetchMean(commit, tuple(others))]))
+    exchange, commit = fetching_a_mean(world)
     assert hashing.began.wait(DEADLINE_S)
     assert world.run(ExchangeService(exchange).on_state_offer("")).version == 1
     assert not hashing.ended
