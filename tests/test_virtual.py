@@ -308,7 +308,12 @@ def test_a_plan_can_be_written_and_read_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["peers", "peers 2.5", "velocity 9", "3 explode p1", "soon kill p1", "3 late p1 for 2: much", "3 busy p1"]
+    "text",
+    [
+        *("peers", "peers 2.5", "velocity 9", "3 explode p1", "soon kill p1", "3 late p1 for 2: much", "3 busy p1"),
+        *("ranks 2+x", "ranks 1.5", "ranks 0", "ranks 100", "speeds 1+x", "speeds 0", "speeds nan"),
+        *("bandwidth x", "bandwidth -1", "uplinks 1+x", "uplinks inf"),
+    ],
 )
 def test_a_plan_that_makes_no_sense_is_an_error(text: str) -> None:
     with pytest.raises(UsageError):
