@@ -75,6 +75,13 @@ KINDS: Mapping[str, str] = {
 """Kinds of faults."""
 IN_SECONDS = ("late", "busy", "jump")
 """Those whose how is a number."""
+IN_TURN: Mapping[str, tuple[type[int | float], float, float]] = {
+    "uplinks": (float, 0.0, 1e6),
+    "bandwidth": (float, 0.0, 1e6),
+    "speeds": (float, 1e-3, 1e3),
+    "ranks": (int, 1, 8),
+}
+"""Settings that have a value for each peer in turn: its kind, and the least and the most that it may be."""
 
 
 STATE_MBIT = 0.5
@@ -227,6 +234,8 @@ def _setting(line: str) -> tuple[str, int | float | bool | str]:
     if isinstance(default, int | float):
         return name, _number(text, line, type(default))
     if isinstance(default, str):
+        for value in text.split("+") if name in IN_TURN else ():
+            _check_in_turn(name, value, line)
         return name, text
     known = ", ".join(field.name for field in fields(FaultPlan) if field.name != "faults")
     raise UsageError(f"a simulation has no setting {name!r}", f"known: {known}")
@@ -245,6 +254,12 @@ def _fault(line: str) -> Fault:
         _number(match["how"] or "", line)
     at_s, duration = _number(match["at"], line), _number(match["for"] or "0", line)
     return Fault(at_s, match["kind"], match["peer"] or "", duration, match["how"] or "")
+
+
+def _check_in_turn(name: str, value: str, line: str) -> None:
+    kind, least, most = IN_TURN[name]
+    if value and not least <= _number(value, line, kind) <= most:
+        raise UsageError(f"cannot read {line!r}: {value} is not {least:g} to {most:g}", f"for example '{name} 2+1'")
 
 
 def _number(text: str, line: str, kind: type[int | float] = float) -> int | float:
