@@ -93,7 +93,7 @@ def test_versions_that_close_while_a_slow_peer_copies_are_applied(
     go_on(world, slow)
     fetch, asked = slow.peer.exchange.link.fetch_state, list[str]()
 
-    async def late(*what: Any) -> AsyncIterator[tuple[int, bytes]]:
+    async def late(*what: Any) -> AsyncIterator[tuple[int, Sequence[bytes]]]:
         if not asked:
             asked.append(what[0])
             await asyncio.to_thread(go_on, world, *world.peers[1:], versions=BACKLOG + 1)

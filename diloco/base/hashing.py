@@ -9,6 +9,9 @@ from __future__ import annotations
 from blake3 import blake3
 
 
-def content_hash(data: bytes | bytearray | memoryview) -> bytes:
-    """Hash of bytes by BLAKE3: 32 bytes."""
-    return blake3(data).digest()
+def content_hash(*pieces: bytes | bytearray | memoryview) -> bytes:
+    """Hash of bytes, which may come in pieces, by BLAKE3: 32 bytes."""
+    hasher = blake3()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.digest()

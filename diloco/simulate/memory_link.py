@@ -148,14 +148,14 @@ class _MemoryLink(Link):
 
     async def fetch_state(
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
-    ) -> AsyncIterator[tuple[int, bytes]]:
+    ) -> AsyncIterator[tuple[int, Sequence[bytes]]]:
         for index in chunks:
             payload = await self._ask(address, stall_s, _state_chunk(digest, index))
             if payload is None:
                 raise LinkRefused(Reply.STALE, f"{address}: chunk {index} of that state is not here")
             _check_sizes([payload], max_chunk_bytes)
             await self._ask(address, stall_s, _state_bytes(digest, len(payload)))
-            yield index, payload
+            yield index, [payload]
 
     async def status(self, address: str, timeout_s: float) -> str:
         return await self._ask(address, timeout_s, _asynchronously(lambda service: service.on_status()))

@@ -165,16 +165,16 @@ class GrpcLink(Link):
 
     async def fetch_state(
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
-    ) -> AsyncIterator[tuple[int, bytes]]:
+    ) -> AsyncIterator[tuple[int, Sequence[bytes]]]:
         request = parts_pb2.FetchStateRequest(digest=digest, chunks=chunks)
         assembler = PartAssembler(max_chunk_bytes)
         wanted = iter(chunks)
         async with self._replies(address, lambda peer: peer.FetchState(request), stall_s) as replies:
             async for reply in replies:
-                for part in parsed(assembler.join, reply.chunks):
-                    if part.index != next(wanted, None):
-                        raise LinkRefused(Reply.MALFORMED, f"chunk {part.index} of the state is not the next one")
-                    yield part.index, part.payload
+                for index, pieces in parsed(assembler.pieces, reply.chunks):
+                    if index != next(wanted, None):
+                        raise LinkRefused(Reply.MALFORMED, f"chunk {index} of the state is not the next one")
+                    yield index, pieces
         if next(wanted, None) is not None:
             raise LinkRefused(Reply.MALFORMED, "the stream ended before the last chunk of the state")
 

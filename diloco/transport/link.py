@@ -79,8 +79,8 @@ class Link(Protocol):
 
     def fetch_state(
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
-    ) -> AsyncIterator[tuple[int, bytes]]:
-        """Fetch chunks of a state from the peer at a network address, as (number, bytes), in any order."""
+    ) -> AsyncIterator[tuple[int, Sequence[bytes]]]:
+        """Fetch chunks of a state from the peer at a network address, as (number, bytes in pieces), in any order."""
 
     async def status(self, address: str, timeout_s: float) -> str:
         """Fetch the status of the peer at a network address, as JSON."""

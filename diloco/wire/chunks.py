@@ -43,6 +43,9 @@ class Damaged(ValueError):
     """Bytes of a protobuf message are not those that were sent: the network's fault and not the sender's."""
 
 
+_Pieces = tuple[int, list[bytes], tuple[int, ...]]
+"""A part in pieces: its number, its bytes, and whom it omits."""
+
 M = TypeVar("M", pb.SendPartsRequest, pb.FetchCommitsReply, pb.FetchMeanReply, pb.FetchStateReply)
 """A message with room for chunks."""
 
@@ -107,6 +110,14 @@ class PartAssembler:
 
     def join(self, message: pb.Chunks) -> list[Part]:
         """Parts that these chunks of a message complete. Raises ValueError on damaged bytes and a wrong order."""
+        return [Part(index, b"".join(pieces), omitted) for index, pieces, omitted in self._completed(message)]
+
+    def pieces(self, message: pb.Chunks) -> list[tuple[int, list[bytes]]]:
+        """Number and bytes, in pieces, of each part that these chunks complete, for who copies them elsewhere anyway.
+        Raises as `join`."""
+        return [(index, pieces) for index, pieces, _ in self._completed(message)]
+
+    def _completed(self, message: pb.Chunks) -> list[_Pieces]:
         if len(message.chunks) > MESSAGE_CHUNKS:
             raise ValueError(f"more than {MESSAGE_CHUNKS} chunks in one message")
         return [part for chunk in message.chunks if (part := self._take(chunk)) is not None]
@@ -116,7 +127,7 @@ class PartAssembler:
         if self._pieces:
             raise ValueError(f"part {self._index} ends after {self._have} of {self._part_bytes} bytes")
 
-    def _take(self, chunk: pb.Chunk) -> Part | None:
+    def _take(self, chunk: pb.Chunk) -> _Pieces | None:
         """Part that this chunk completes, if its checksum is right; None where more is missing. Raises as `join`."""
         payload = chunk.payload
         if checksum(payload, chunk.part, chunk.part_bytes, chunk.offset, chunk.omitted) != chunk.checksum:
@@ -144,7 +155,6 @@ class PartAssembler:
         self.taken_bytes += len(payload)
         if self._have < self._part_bytes:
             return None
-        part = Part(self._index, b"".join(self._pieces), self._omitted)  # of a single piece without a copy
-        self._pieces = []
+        pieces, self._pieces = self._pieces, []
         self._joined += 1
-        return part
+        return self._index, pieces, self._omitted

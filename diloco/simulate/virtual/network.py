@@ -408,7 +408,7 @@ class SimulatedLink(Link):
 
     async def fetch_state(
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
-    ) -> AsyncIterator[tuple[int, bytes]]:
+    ) -> AsyncIterator[tuple[int, Sequence[bytes]]]:
         self._network.world.log_once(self._process.name, f"copies the state from {name_at(address)}")
         for index in chunks:
             payload = await self._ask(address, stall_s, state_chunk(digest, index), more=index != chunks[0])
@@ -416,7 +416,7 @@ class SimulatedLink(Link):
                 raise LinkRefused(Reply.STALE, f"{address}: chunk {index} of that state is not here")
             payload = await arrives(self._network, self._process.name, address, payload, stall_s)
             check_sizes([payload], max_chunk_bytes)
-            yield index, payload
+            yield index, [payload]
 
     async def status(self, address: str, timeout_s: float) -> str:
         return await self._ask_now(address, timeout_s, lambda service: service.on_status())

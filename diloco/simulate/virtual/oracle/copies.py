@@ -90,15 +90,15 @@ class SimulatedCopies:
 
         async def on_chunks(
             address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
-        ) -> AsyncIterator[tuple[int, bytes]]:
+        ) -> AsyncIterator[tuple[int, Sequence[bytes]]]:
             if address in self._left_out:
                 raise Violation("I7", f"{self._process.name} asks {address} for more of a state, which failed")
             self._goes_on = True
             self._left_out.add(address)
             whole = True
-            async for index, data in fetch_state(address, digest, chunks, max_chunk_bytes, stall_s):
+            async for index, pieces in fetch_state(address, digest, chunks, max_chunk_bytes, stall_s):
                 before = self._chunks
-                yield index, data
+                yield index, pieces
                 whole = whole and self._chunks > before
             if whole:
                 self._left_out.discard(address)
