@@ -279,6 +279,15 @@ class Archive:
         self.snapshots.forget(state.version, monotonic_s())
         self.retain()
 
+    def close(self, closed: Closed) -> None:
+        """Keep a version that closed. A founding makes the state here one of its lineage, and moves no anchor: whoever
+        joins that lineage copies it before the training side knows."""
+        commit = closed.commit
+        self.backlog.add(closed, self.snapshots.oldest_version())
+        if commit.fragment < 0 and self.state is not None and self.state.digest == commit.state_digest:
+            self.commit = commit
+            self.snapshots.keep_lineage(commit.lineage)
+
     def retain(self) -> None:
         """Have the lanes keep the latest state and those that others are copying, and forget all others."""
         read = self.snapshots.digests() | ({self.state.digest} if self.state is not None else set())

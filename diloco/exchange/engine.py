@@ -472,7 +472,7 @@ class Exchange(ExchangeTasks):
         for lane in self.lanes.others:
             lane.post(Lane.close_for_follower, commit, number)
         if not self.machine.me.witness:
-            self.archive.backlog.add(Closed(commit, closed.parts), self.archive.snapshots.oldest_version())
+            self.archive.close(Closed(commit, closed.parts))
         passed, closes = self.untaken.add(closed, self.behind)
         if passed is not None:
             self.behind = True

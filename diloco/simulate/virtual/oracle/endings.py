@@ -102,6 +102,12 @@ class SimulatedEndings:
         faults = [one for one in self.world.plan.faults if one.kind == "ranks" and one.how == "broken"]
         return any(process.name == one.peer and began_s <= one.at_s <= self.world.now for one in faults)
 
+    def jumped(self, process: SimulatedProcess) -> bool:
+        """Its clock went on by more than its ranks wait for each other."""
+        began_s, timeout_s = self._beginnings[process.life].at_s, self.world.setup.site.timeouts.collective_s
+        faults = [one for one in self.world.plan.faults if one.kind == "jump" and float(one.how) >= timeout_s]
+        return any(process.name == one.peer and began_s <= one.at_s <= self.world.now for one in faults)
+
     def unreached(self, process: SimulatedProcess) -> bool:
         """Messages of others may not have reached it."""
         return self._disturbed(process.name, self._beginnings[process.life].at_s)
@@ -131,6 +137,7 @@ EXPLANATIONS = (
     Explanation(ResourceError, "another process", lambda endings, process: process.first is not None),
     Explanation(ResourceError, "", SimulatedEndings.refused),
     Explanation(ResourceError, "another rank", SimulatedEndings.parted),
+    Explanation(ResourceError, "has not answered", SimulatedEndings.jumped),
     Explanation(StateError, "checkpoint", SimulatedEndings.damaged, keeps_disk=False),
     Explanation(StateError, "asked to leave", SimulatedEndings.leaves),
     Explanation(StateError, "state", SimulatedEndings.uncopied),
