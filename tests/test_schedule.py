@@ -147,6 +147,7 @@ def test_who_copies_a_state_of_the_final_sync_is_done() -> None:
     ending = RunEnd(100, 3, True)
     ending.on_commit(commit_of(9, tokens=120), copied=True)
     assert ending.done
+    assert ending.late
 
 
 def test_who_copies_the_state_that_has_the_tokens_takes_part_in_the_final_sync() -> None:

@@ -246,6 +246,8 @@ class Peer:
             self._warn(f"{tokens} count as discarded: a version may have counted them")
         if offer.commit is not None and offer.commit != before:
             self.ending.on_commit(offer.commit, copied=True)
+            if self.ending.late and self.ending.further_versions(offer.commit):
+                self._warn(f"version {state.version} was copied in the run's final sync: its last state is a later one")
         self.exchange.hold(state, offer.commit, copied=True)
         self.chronicle.copied(offer.commit, before)
         wire = self.wire()

@@ -82,6 +82,9 @@ class RunEnd:
     """`Policy.max_peers`."""
     last_version: int | None = None
     version: int = 0
+    late: bool = False
+    """Whether the peer copied a later state than that of the version that has the tokens. It takes no part in the final
+    sync, for it cannot know where that ends, and its state is not the run's last."""
 
     @staticmethod
     def of(contract: Contract, max_peers: int | None = None) -> RunEnd:
@@ -96,13 +99,12 @@ class RunEnd:
         return turns * self.fragments - (0 if self.may_leave_progress else 1)
 
     def on_commit(self, commit: Commit, copied: bool = False) -> None:
-        """The peer has applied this commit. One that copied a later state than that of the version that has the tokens
-        takes no part in the final sync."""
+        """The peer has applied this commit."""
         self.version = commit.version
         if commit.tokens >= self.total_tokens and self.last_version is None:
             before = commit.tokens - sum(counted.tokens for counted in commit.counted)
-            late = copied and before >= self.total_tokens
-            self.last_version = commit.version + (0 if late else self.further_versions(commit))
+            self.late = copied and before >= self.total_tokens
+            self.last_version = commit.version + (0 if self.late else self.further_versions(commit))
 
     @property
     def finishing(self) -> bool:
