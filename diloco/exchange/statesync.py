@@ -61,27 +61,29 @@ async def download(
     elsewhere: Elsewhere | None = None,
 ) -> tuple[OuterState, StateOffer]:
     """A copy of the state that most of `sources` (addresses) offer, of that lineage if one is named. Raises StateError
-    when none can be copied whole. Sources and lineage may change meanwhile: each pass asks for them anew.
+    when none can be copied whole.
 
     `commit`: the one of `local`, before whose version nobody who stands there may go back: its contributions since are
     distinguished from earlier ones by the version alone. `oldest`: from earlier versions than that, no commits are kept
     here that lead on; who is as far behind as we are may offer one. `patient`: there is nothing else to do, so members
     whose state is on its way are asked again for as long as it takes, and those of another lineage as often as silent
-    ones.
+    ones; and each pass goes by the sources and the lineage of its time.
 
     Chunks that `local` holds already are not copied; peers that start a run together, from one seed and on like
     machines, have them all. `progress` is called with (bytes here, bytes in all). Ends by itself when nothing arrives;
     a copy that crawls is for the caller to cancel. `elsewhere` is given the parts that `layout` does not hold here.
     """
-    local_digest = await asyncio.to_thread(lambda: local.digest)
+    asked, followed = sources(), lineage()
 
     def useless(offer: StateOffer) -> str:
-        return why_useless(offer, lineage(), commit, oldest)
+        return why_useless(offer, followed, commit, oldest)
 
+    local_digest = await asyncio.to_thread(lambda: local.digest)
     copy: _StateCopy | None = None
     fruitless = 0
     while True:
-        asked = sources()
+        if patient:
+            asked, followed = sources(), lineage()
         best, coming = await _best_offer(link, asked, layout, optimizer, stall_s, useless, local_digest, patient)
         if best is None:
             fruitless += not (patient and coming)
