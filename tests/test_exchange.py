@@ -21,7 +21,7 @@ from diloco.exchange.service import ExchangeService
 from diloco.outer.state import OuterState
 from diloco.peer.peer import in_time
 from diloco.protocol import coordinator
-from diloco.protocol.messages import FetchMean, Offered, Reply
+from diloco.protocol.messages import FetchMean, Offered, Reply, Resync
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.transport.link import LinkDown, LinkRefused
 from tests.fronts import drive
@@ -157,6 +157,17 @@ def test_what_is_being_overwritten_is_not_offered(world: LocalWorld) -> None:
         == other.line.state.digest
     )
     assert other.exchange.state_unused().result(10.0)  # it was asked by one who has that state
+
+
+def test_who_has_left_its_lineage_names_the_member_whose_state_it_is_to_copy(world: LocalWorld) -> None:
+    exchange, source = world.peers[0].peer.exchange, Member("p9", 1, "own:9")
+
+    def hello() -> tuple[Member, ...]:
+        exchange.machine._leave_lineage("that goes on", (), ())
+        exchange._perform([Resync(source, 0)])
+        return ExchangeService(exchange).on_hello().members
+
+    assert world.ask(hello)[:2] == (exchange.me, source)
 
 
 def test_a_state_of_which_bytes_are_taken_counts_as_read(world: LocalWorld) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ class Members:
             assert total_bytes == STATE_BYTES
             after(done_bytes // STATE_CHUNK_BYTES)
 
-        task = download(self.network.link(0.5), list(self.holders), local, LAYOUT, OPTIMIZER, 0.5, told)
+        task = download(self.network.link(0.5), lambda: list(self.holders), local, LAYOUT, OPTIMIZER, 0.5, told)
         state, offer = await asyncio.wait_for(task, 20)
         assert offer.digest == state.digest
         return state
@@ -325,7 +326,7 @@ def test_an_older_state_is_not_copied(state: OuterState) -> None:
         members.holders["member:0"].snapshots.offer = lambda *_: older  # type: ignore[method-assign]
         link, stands = members.network.link(0.5), commit(state.version, ())
         with pytest.raises(StateError, match="none of 1 members"):
-            await download(link, list(members.holders), start(2), LAYOUT, OPTIMIZER, 0.5, commit=stands)
+            await download(link, lambda: list(members.holders), start(2), LAYOUT, OPTIMIZER, 0.5, commit=stands)
         assert served(members) == []
 
     asyncio.run(scenario())
@@ -362,6 +363,67 @@ def test_a_member_that_has_no_state_yet_is_asked_again(state: OuterState, monkey
         holder.on_state_offer = early  # type: ignore[method-assign]
         assert (await Members(holder).copy(start(2))).digest == state.digest
         assert len(asked) == 2
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("patient", [True, False], ids=["who waits", "who trains on"])
+def test_a_member_that_copies_a_state_itself_is_waited_for(
+    state: OuterState, monkeypatch: pytest.MonkeyPatch, patient: bool
+) -> None:
+    """Whoever has no state yet has nothing else to do. Who is behind trains on, and asks in the next round."""
+    monkeypatch.setattr(statesync, "PAUSE_S", 0.001)
+
+    async def scenario() -> None:
+        holder, asked = Holder(state), []
+        offer = holder.on_state_offer
+
+        async def late(have: str) -> StateOffer:
+            asked.append(have)
+            if len(asked) <= 3 * MAX_FRUITLESS_PASSES:
+                raise LinkRefused(Reply.TOO_EARLY, "no state here yet")
+            return await offer(have)
+
+        holder.on_state_offer = late  # type: ignore[method-assign]
+        members = Members(holder)
+        link, how = members.network.link(0.5), (start(2), LAYOUT, OPTIMIZER, 0.5)
+        copying = download(link, lambda: list(members.holders), *how, patient=patient)
+        if patient:
+            assert (await copying)[0].digest == state.digest
+        else:
+            with pytest.raises(StateError, match="none of 1 members"):
+                await copying
+            assert len(asked) == MAX_FRUITLESS_PASSES
+
+    asyncio.run(scenario())
+
+
+def test_a_joiner_follows_when_the_run_goes_on_as_another_lineage(
+    state: OuterState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The member that let it in has not heard of that yet; one that it hears of later has that lineage's state."""
+    monkeypatch.setattr(statesync, "PAUSE_S", 0.001)
+
+    async def scenario() -> None:
+        members = Members(Holder(start(3)), Holder(state))
+        for address, lineage in zip(members.holders, ("before", "after"), strict=True):
+            holder = members.holders[address]
+            commits = replace(commit(holder.held.version, ()), lineage=lineage)
+            offer = make_offer(holder.held, commits)
+            holder.snapshots.offer(holder.held, offer, time.monotonic())
+            monkeypatch.setattr(holder, "on_state_offer", AsyncMock(return_value=offer))
+        passes = 0
+
+        def sources() -> list[str]:
+            nonlocal passes
+            passes += 1
+            return list(members.holders)[: 1 if passes < 3 else 2]
+
+        link = members.network.link(0.5)
+        how = (start(2), LAYOUT, OPTIMIZER, 0.5)
+        copied, _ = await download(link, sources, *how, lineage=lambda: "after", patient=True)
+        assert copied.digest == state.digest
+        assert passes == 3
 
     asyncio.run(scenario())
 
@@ -549,7 +611,7 @@ def test_the_state_is_served_at_the_rate_over_grpc(state: OuterState) -> None:
         link = GrpcLink(rpc_s=1.0, keys=KEYS)
         started = time.monotonic()
         sources = [server.address for server in servers]
-        copied, _ = await download(link, sources, start(2), LAYOUT, OPTIMIZER, stall_s=0.5)
+        copied, _ = await download(link, lambda: sources, start(2), LAYOUT, OPTIMIZER, stall_s=0.5)
         took_s = time.monotonic() - started
         await link.close()
         for server in servers:

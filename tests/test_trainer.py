@@ -109,7 +109,7 @@ class LocalTrainer(LocalPeer):
         for peer in self.world.peers:
             snapshots = peer.peer.exchange.archive.snapshots
             self.world.call(partial(snapshots.forget, peer.version, math.inf))
-        drive(self.peer.copy_state(self.peer.exchange.sources().result(DEADLINE_S)))
+        drive(self.peer.copy_state())
 
     def before_it_offers(self, what: Callable[[], object]) -> None:
         """In the next round, after the first inner steps."""

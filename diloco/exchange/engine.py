@@ -85,7 +85,7 @@ class Exchange(ExchangeTasks):
         self._moved_bytes = 0
         self.void_tokens = 0
         """Tokens committed on lineages that ended, as far as this peer followed them."""
-        self._resync_from: list[str] = []
+        self._resync_from: list[Member] = []
         self.lane_addresses: tuple[str, ...] = ()
         """Where the lanes of other ranks listen."""
 
@@ -177,7 +177,8 @@ class Exchange(ExchangeTasks):
     def copy_state(
         self, sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
     ) -> Future[tuple[OuterState, StateOffer]]:
-        """A copy of the state that the members at these addresses hold; `local`, which is `commit`'s, if it is that.
+        """A copy of the state that members hold, those at these addresses and those that the exchange knows; `local`,
+        which is `commit`'s, if it is that.
 
         Cancelled, it is given up. Raises StateError where nobody gives it.
         """
@@ -193,13 +194,18 @@ class Exchange(ExchangeTasks):
             if filling:
                 self.lanes.at(part, Lane.fill, buffer, part, data)
 
+        def asked() -> list[str]:
+            known = dict.fromkeys((*sources, *(member.address for member in self.givers())))
+            return [address for address in known if address != self.me.address]  # where a former life of ours was
+
         async with self._copying:  # one that was given up takes a moment to end: what it then drops is not ours
             for lane in others:
                 lane.post(Lane.begin_copy)
             oldest = self.archive.backlog.copying_from = self.archive.backlog.leads_from
-            how = (terms.stall_s, progress, self.machine.lineage, commit, oldest, elsewhere)
+            patient = self.archive.state is None  # nobody trains on meanwhile
+            how = (terms.stall_s, progress, lambda: self.machine.lineage, commit, oldest, patient, elsewhere)
             try:
-                state, offer = await download(self.link, sources, local, terms.layout, terms.optimizer, *how)
+                state, offer = await download(self.link, asked, local, terms.layout, terms.optimizer, *how)
             except BaseException:  # it may have been cancelled
                 filling = False
                 for lane in others:
@@ -214,16 +220,11 @@ class Exchange(ExchangeTasks):
         """Members of the view that the exchange does not suspect."""
         return self._ask(self.machine.alive)
 
-    def sources(self) -> Future[list[str]]:
-        """Addresses from which the exchange can copy the state: of the view, or else of peers that it heard."""
-
-        def known() -> list[str]:
-            trainers = [member.address for member in self.others if not member.witness]
-            heard = [entry for entry in self.machine.roster if entry.heartbeat is not None and entry.heartbeat.founded]
-            addresses = [entry.member.address for entry in heard if not entry.left and not entry.member.witness]
-            return trainers or [*self._resync_from, *addresses]
-
-        return self._ask(known)
+    def givers(self) -> list[Member]:
+        """Trainers that the exchange can copy the state from: of the view, or else those that it heard."""
+        heard = [entry for entry in self.machine.roster if entry.heartbeat is not None and entry.heartbeat.founded]
+        known = [*self._resync_from, *(entry.member for entry in heard if not entry.left)]
+        return [one for one in self.others if not one.witness] or [one for one in known if not one.witness]
 
     def awaited(self) -> Future[bool]:
         """Whether the exchange sees most others done with their inner steps, waiting for those that are not."""
@@ -490,7 +491,7 @@ class Exchange(ExchangeTasks):
         self.lanes.each(Lane.drop)
         self.lanes.each(Lane.take, None)
         self.untaken.clear()
-        self._resync_from = [source.address]
+        self._resync_from = [source]
         self.behind = True
 
     async def _catch_up(self, source: Member) -> None:

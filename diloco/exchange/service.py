@@ -45,12 +45,14 @@ class ExchangeService(Service):
         if not machine.me.address:
             raise LinkRefused(Reply.TOO_EARLY, "still starting")
         state = self._archive.state
+        # A joiner asks them all for the state: who has no view yet, or has left its lineage, may have none for long.
+        others = self.exchange.others if machine.commit is not None else self.exchange.givers()
         return Welcome(
             terms.contract_json,
             machine.lineage,
             state.version if state else -1,
             machine.commit is not None,
-            (machine.me, *self.exchange.others),
+            (machine.me, *others),
             self.exchange.directory,
             terms.layout_digest,
             terms.data,

@@ -48,15 +48,16 @@ Elsewhere = Callable[[str, int, bytes], None]
 
 async def download(
     link: Link,
-    sources: Sequence[str],
+    sources: Callable[[], Sequence[str]],
     local: OuterState,
     layout: Layout,
     optimizer: OuterOptimizer,
     stall_s: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    lineage: str = "",
+    lineage: Callable[[], str] = lambda: "",
     commit: Commit | None = None,
     oldest: int = 0,
+    patient: bool = False,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[OuterState, StateOffer]:
     """A copy of the state that most of `sources` (addresses) offer, of that lineage if one is named. Raises StateError
@@ -64,22 +65,30 @@ async def download(
 
     `commit`: the one of `local`, before whose version nobody who stands there may go back: its contributions since are
     distinguished from earlier ones by the version alone. `oldest`: from earlier versions than that, no commits are kept
-    here that lead on; who is as far behind as we are may offer one.
+    here that lead on; who is as far behind as we are may offer one. `patient`: there is nothing else to do, so members
+    whose state is on its way are asked again for as long as it takes, and those of another lineage as often as silent
+    ones; and each pass goes by the sources and the lineage of its time.
 
     Chunks that `local` holds already are not copied; peers that start a run together, from one seed and on like
     machines, have them all. `progress` is called with (bytes here, bytes in all). Ends by itself when nothing arrives;
     a copy that crawls is for the caller to cancel. `elsewhere` is given the parts that `layout` does not hold here.
     """
+    asked, followed = sources(), lineage()
+
+    def useless(offer: StateOffer) -> str:
+        return why_useless(offer, followed, commit, oldest)
+
     local_digest = await asyncio.to_thread(lambda: local.digest)
-    useless = partial(why_useless, lineage=lineage, commit=commit, oldest=oldest)
     copy: _StateCopy | None = None
     fruitless = 0
     while True:
-        best = await _best_offer(link, sources, layout, optimizer, stall_s, useless, local_digest)
+        if patient:
+            asked, followed = sources(), lineage()
+        best, coming = await _best_offer(link, asked, layout, optimizer, stall_s, useless, local_digest, patient)
         if best is None:
-            fruitless += 1
+            fruitless += not (patient and coming)
             if fruitless == MAX_FRUITLESS_PASSES:
-                raise _nothing_fits(len(sources))
+                raise _nothing_fits(len(asked))
             await asyncio.sleep(PAUSE_S)
             continue
         offer, manifest, holders = best
@@ -106,22 +115,24 @@ async def _best_offer(
     timeout_s: float,
     useless: Callable[[StateOffer], str],
     have: str,
-) -> tuple[StateOffer, list[StateChunk], list[str]] | None:
-    """The state that most members offer for copies (of several, the latest), its manifest and holders; None: no answer.
-
-    Raises StateError when nobody's state fits.
+    patient: bool,
+) -> tuple[tuple[StateOffer, list[StateChunk], list[str]] | None, bool]:
+    """The state that most members offer for copies (of several, the latest), its manifest and holders; None: no answer,
+    or not yet. And whether one will have a state, and has none now. Raises StateError when nobody's state fits.
     """
-    lost = 0
+    lost, coming = 0, False
 
     async def ask(address: str) -> tuple[StateOffer, list[StateChunk]] | None:
+        nonlocal lost, coming
         try:
             offer = await link.fetch_state_offer(address, timeout_s, have)
             if why := useless(offer):
+                lost += patient
                 raise StateError(why)
             return offer, _manifest(offer, layout, optimizer)
         except (LinkDown, LinkSlow, LinkRefused, StateError) as error:
-            nonlocal lost
             early = isinstance(error, LinkRefused) and error.reply is Reply.TOO_EARLY
+            coming = coming or early
             lost += early or isinstance(error, LinkDown | LinkSlow)
             logger.info("no state from %s: %s", address, error)
             return None
@@ -129,12 +140,13 @@ async def _best_offer(
     answers = await asyncio.gather(*(ask(address) for address in sources))
     found = {address: answer for address, answer in zip(sources, answers, strict=True) if answer is not None}
     if not found and lost:
-        return None
+        return None, coming
     if not found:
         raise _nothing_fits(len(sources))
     counts = Counter(offer.digest for offer, _ in found.values())
     offer, manifest = max(found.values(), key=lambda answer: (counts[answer[0].digest], answer[0].version))
-    return offer, manifest, [address for address, answer in found.items() if answer[0].digest == offer.digest]
+    holders = [address for address, answer in found.items() if answer[0].digest == offer.digest]
+    return (offer, manifest, holders), coming
 
 
 def why_useless(offer: StateOffer, lineage: str, commit: Commit | None, oldest: int = 0) -> str:

@@ -225,9 +225,9 @@ class Peer:
             logger.warning("the run has, or had, a peer named %s", self.name)
         self.exchange.meet([member for name, member in known.items() if name != self.name])
 
-    def copy_state(self, sources: Sequence[str], check: Callable[[], None] = lambda: None) -> Life[None]:
-        """Copy anchor and outer state from these members. Raises StateError, also once this peer is to leave, and what
-        `check` raises meanwhile."""
+    def copy_state(self, sources: Sequence[str] = (), check: Callable[[], None] = lambda: None) -> Life[None]:
+        """Copy anchor and outer state from these members, and from all that the exchange knows. Raises StateError, also
+        once this peer is to leave, and what `check` raises meanwhile."""
         self.report(phase=Phase.JOINING)
         total_bytes = sum(buffer.nbytes for _, buffer in self.line.state.buffers())
         self.events.emit(StateCopying(0, total_bytes))
@@ -340,7 +340,7 @@ class Peer:
         self.events.emit(Remark(f"{why}: copying the state"))
         yield from self.do(Rehash())  # a part that changed in memory is not one that is here already
         try:
-            yield from self.copy_state((yield from answered(self.exchange.sources())))
+            yield from self.copy_state()
         except StateError as error:
             self.exchange.behind = True
             self.events.emit(Warned(error.cause))

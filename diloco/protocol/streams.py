@@ -80,7 +80,7 @@ class Welcome:
     """Version of the outer state that can be copied."""
     founded: bool
     members: Annotated[tuple[Member, ...], MinLength(1)]
-    """Members of the run; the one that replies comes first."""
+    """Members of the run, or those that are known to have its state; the one that replies comes first."""
     directory: tuple[str, ...]
     """Multiaddresses of the peer directory (DHT)."""
     layout: str

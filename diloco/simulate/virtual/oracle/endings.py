@@ -113,13 +113,10 @@ class SimulatedEndings:
         return self._disturbed(process.name, self._beginnings[process.life].at_s)
 
     def uncopied(self, process: SimulatedProcess) -> bool:
-        """All who had a state died, or were disturbed, while it wanted a copy; or it was itself. Or a lineage was
-        founded meanwhile: no member has a state of the one that let it in."""
+        """All who had a state died, or were disturbed, while it wanted a copy; or it was itself."""
         since_s = max(self._beginnings[process.life].at_s, self.world.now - self.world.setup.site.timeouts.join_s)
         living = [host for host in self.world.living() if host is not process and host.up and not host.witness]
         givers = [host for host in living if self._beginnings[host.life].at_s < since_s]
-        if self.world.invariants.founded_s >= since_s:
-            return True
         return self._disturbed(process.name, since_s) or all(self._disturbed(host.name, since_s) for host in givers)
 
     def _disturbed(self, name: str, since_s: float) -> bool:

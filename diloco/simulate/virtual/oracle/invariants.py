@@ -75,8 +75,6 @@ class SimulationInvariants:
         self.trained_tokens = 0
         self.discarded_tokens = 0
         self.void_tokens = 0
-        self.founded_s = -math.inf
-        """When a lineage was founded last."""
         self._digest_of: dict[tuple[str, int], str] = {}
         self._state_of: dict[tuple[str, int], str] = {}
         self._following: dict[str, str] = {}
@@ -158,8 +156,6 @@ class SimulationInvariants:
         tokens = (before.tokens if before else 0) + sum(counted.tokens for counted in commit.counted)
         if commit.tokens != tokens:
             raise Violation("I2", f"version {commit.version} says {commit.tokens} tokens, its entries sum to {tokens}")
-        if commit.fragment < 0:
-            self.founded_s = self.world.now
         if commit.fragment < 0 and before is not None:
             self._check_founding(host, commit, before)
         if before is not None and self.world.drifts and commit.fragment >= 0:
