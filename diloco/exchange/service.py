@@ -47,6 +47,9 @@ class ExchangeService(Service):
         state = self._archive.state
         # A joiner asks them all for the state: who has no view yet, or has left its lineage, may have none for long.
         others = self.exchange.others if machine.commit is not None else self.exchange.givers()
+        if state is None:  # whom we met when we came ourselves, and may not have heard yet
+            met = (entry.member for entry in machine.roster if not (entry.left or entry.member.witness))
+            others = [*dict.fromkeys((*others, *met))]
         return Welcome(
             terms.contract_json,
             machine.lineage,

@@ -142,11 +142,12 @@ class SimulatedRanks:
 
     def kept(self, rank: int, lane: Lane, digest: str) -> Sequence[bytes] | None:
         """The parts of a mean that another simulated rank keeps, or will by what is on its way to it; None: it will
-        not."""
+        not. Where its connection broke, which ends the peer, that is what it was about to keep."""
+        broken = any(wire._broken for wire in self.wires if wire.rank == rank)
         under_way = [item[1:] for wire in self.wires if wire.rank == rank for item in wire.under_way]
         given = [arguments[1] for method, arguments in under_way if (method, arguments[:1]) == ("keep_mean", (digest,))]
         sealed = [arguments[0] for method, arguments in under_way if method == "seal" and arguments[1] == digest]
-        if lane.work is not None and lane.work.key in sealed and (parts := lane.work.whole()) is not None:
+        if lane.work is not None and (broken or lane.work.key in sealed) and (parts := lane.work.whole()) is not None:
             given.append(parts)
         return next((parts for parts in (lane.mean(digest), *given) if parts is not None), None)
 
