@@ -78,10 +78,8 @@ NOTICED_IN = {
         7.62 jump p2: 3
     """,
     "deaf-coordinator": """
-        seed 57
-        peers 8
-        round_s 1.2
-        9.07 slow p0 for 2.6
+        peers 3
+        2 duel for 16
     """,
     "early-witness": """
         seed 519
