@@ -58,7 +58,7 @@ SHOWN: dict[str, tuple[str, FaultPlan]] = {
     "refuses-good-records": ("I2", TWO),
     "accuses-for-the-absent": ("I8", TWO),
     "knows-one-beginning": ("I3", FaultPlan(peers=2, checkpoint_every=50, faults=FOUNDED_TWICE)),
-    "drops-unbooked": ("I2", FaultPlan(peers=3, faults=(Fault(3.0, "leave", "p1", how="after Begin"),))),
+    "drops-unbooked": ("I2", FaultPlan(peers=3, faults=(Fault(2.2, "leave", "p1", how="after Begin"),))),
     "saves-nothing": ("I5", FaultPlan(peers=2, faults=ALL_DIE)),
     "resumes-from-nothing": ("I5", FaultPlan(peers=2, faults=ALL_DIE)),
     "voids-nothing": ("I8", FaultPlan(peers=3, without_majority="continue", faults=HALVES)),
