@@ -12,14 +12,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from diloco.base.errors import TicketError, UnreachableError, UsageError
+from diloco.base.errors import StateError, TicketError, UnreachableError, UsageError
 from diloco.base.types import Member
 from diloco.protocol import messages as m
 from diloco.run.operate import evict
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.plans.setup import RPC_S
 from diloco.simulate.virtual.timeline import ProcessLoop
-from diloco.storage.checkpoint import latest
+from diloco.storage.checkpoint import latest, load
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
 if TYPE_CHECKING:
@@ -98,10 +98,13 @@ class SimulatedOperator:
         return SimulatedLink(self.world.network, self, RPC_S)  # type: ignore[arg-type]
 
     def _checkpoints(self) -> dict[str, int]:
-        """Version of the latest checkpoint of each simulated peer of the beginning."""
-        disks = {name: disk for name, disk in self.world.disks.items() if name.startswith("p")}
-        found = {name: latest(disk.folder / "checkpoints") for name, disk in disks.items()}
-        return {name: int(path.name.lstrip(".v").partition(".")[0]) for name, path in found.items() if path}
+        """Version of the latest checkpoint of each simulated peer of the beginning that is not damaged."""
+        found = dict[str, int]()
+        for name, disk in self.world.disks.items():
+            with suppress(StateError):
+                if name.startswith("p") and latest(disk.folder / "checkpoints"):
+                    found[name] = load(disk.folder / "checkpoints").version
+        return found
 
     # ------------------------------------------------------------ what it does
 
