@@ -87,14 +87,14 @@ class SimulatedEndings:
         return process.leaving
 
     def has_twin(self, process: SimulatedProcess) -> bool:
-        """Another process of its name lived while it was refused, or its clock makes it an earlier life."""
-        if process.name in self.world.clockless:
+        """Another process of its name lived while it was refused, or it is an earlier life: by its clock, or as a later
+        one was started meanwhile. An earlier life is refused for good."""
+        processes = [one for one in self.world.machines.processes() if one.name == process.name and one is not process]
+        if process.name in self.world.clockless or any(one.life > process.life for one in processes):
             return True
         began_s = max(self._beginnings[process.life].at_s, self.world.now - REFUSED_S)
         since_s = began_s + REFUSED_S - SUSPECT_S - SLACK_S
-        processes = self.world.machines.processes()
-        others = [one for one in processes if one.name == process.name and one is not process and one.up]
-        return any(one.loop.died_s >= since_s for one in others)
+        return any(one.up and one.loop.died_s >= since_s for one in processes)
 
     def parted(self, process: SimulatedProcess) -> bool:
         """Connections between the ranks of its island broke."""
