@@ -196,7 +196,7 @@ class Exchange(ExchangeTasks):
 
         def asked() -> list[str]:
             known = dict.fromkeys((*sources, *(member.address for member in self.givers())))
-            return [address for address in known if address != self.me.address]  # where a former life of ours was
+            return [one for one in known if one != self.me.address] or [*known]  # a former life of ours was there
 
         async with self._copying:  # one that was given up takes a moment to end: what it then drops is not ours
             for lane in others:
