@@ -159,7 +159,7 @@ class Bench:
             pass
         self.phase("alone")
         second = self.peer("p1", "--join", address)
-        while "p1" not in self.members:  # it enters with a version; the next one waits for it
+        while not ("p1" in self.members or second.answered()):  # it enters with a version; the next waits for it
             self.round(first)
             time.sleep(2.0)
         second.answer()
