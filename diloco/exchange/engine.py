@@ -195,8 +195,7 @@ class Exchange(ExchangeTasks):
                 self.lanes.at(part, Lane.fill, buffer, part, data)
 
         def asked() -> list[str]:
-            known = dict.fromkeys((*sources, *(member.address for member in self.givers())))
-            return [one for one in known if one != self.me.address] or [*known]  # a former life of ours was there
+            return [*dict.fromkeys((*sources, *(member.address for member in self.givers())))]
 
         async with self._copying:  # one that was given up takes a moment to end: what it then drops is not ours
             for lane in others:

@@ -190,7 +190,8 @@ class Peer:
             ours = self.line.commit.lineage if self.line.commit is not None else ""
             if ours != welcome.lineage and not self.done:  # who resumes a run that has ended has its last state
                 refusal = Refusal(self.exchange, self.site)  # before all of the state has come over a slow link
-                yield from self.copy_state([member.address for member in welcome.members], refusal.check)
+                others = [member.address for member in welcome.members if member.peer != self.name]
+                yield from self.copy_state(others, refusal.check)
         self.exchange.hold(self.line.state, self.line.commit, copied=True)
         self._presence = self.endpoint.appear(self.exchange)
         self.events.emit(Listening(self.address, self.ticket))
@@ -246,8 +247,8 @@ class Peer:
             self._warn(f"{tokens} count as discarded: a version may have counted them")
         if offer.commit is not None and offer.commit != before:
             self.ending.on_commit(offer.commit, copied=True)
-            if self.ending.late and self.ending.further_versions(offer.commit):
-                self._warn(f"version {state.version} was copied in the run's final sync: its last state is a later one")
+            if self.ending.late:
+                self._warn(f"version {state.version} was copied in the run's final sync: its last one may be later")
         self.exchange.hold(state, offer.commit, copied=True)
         self.chronicle.copied(offer.commit, before)
         wire = self.wire()
