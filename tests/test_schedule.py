@@ -143,11 +143,13 @@ def test_contributors_that_take_turns_have_one_in_the_final_sync(
     assert all(counts == set(names) for counts in counted.values())
 
 
-def test_who_copies_a_state_of_the_final_sync_is_done() -> None:
-    ending = RunEnd(100, 3, True)
+@pytest.mark.parametrize(("fragments", "late"), [(3, True), (1, False)])
+def test_who_copies_a_state_of_the_final_sync_is_done(fragments: int, late: bool) -> None:
+    """With one fragment it is the last state of all."""
+    ending = RunEnd(100, fragments, True)
     ending.on_commit(commit_of(9, tokens=120), copied=True)
     assert ending.done
-    assert ending.late
+    assert ending.late == late
 
 
 def test_who_copies_the_state_that_has_the_tokens_takes_part_in_the_final_sync() -> None:

@@ -83,8 +83,8 @@ class RunEnd:
     last_version: int | None = None
     version: int = 0
     late: bool = False
-    """Whether the peer copied a later state than that of the version that has the tokens. It takes no part in the final
-    sync, for it cannot know where that ends, and its state is not the run's last."""
+    """Whether the peer copied a state of the final sync. It takes no part in that, for it cannot know where it ends: its
+    state may not be the run's last."""
 
     @staticmethod
     def of(contract: Contract, max_peers: int | None = None) -> RunEnd:
@@ -103,8 +103,10 @@ class RunEnd:
         self.version = commit.version
         if commit.tokens >= self.total_tokens and self.last_version is None:
             before = commit.tokens - sum(counted.tokens for counted in commit.counted)
-            self.late = copied and before >= self.total_tokens
-            self.last_version = commit.version + (0 if self.late else self.further_versions(commit))
+            further = self.further_versions(commit)
+            copied_later = copied and before >= self.total_tokens
+            self.late = copied_later and further > 1  # of one, it is the last
+            self.last_version = commit.version + (0 if copied_later else further)
 
     @property
     def finishing(self) -> bool:
