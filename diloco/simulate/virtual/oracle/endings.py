@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from diloco.base.errors import DilocoError, EvictedError, ResourceError, StateError, UnreachableError
 from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.plans.plan import Fault
 from diloco.simulate.virtual.plans.setup import SUSPECT_S
 
 if TYPE_CHECKING:
@@ -98,15 +99,18 @@ class SimulatedEndings:
 
     def parted(self, process: SimulatedProcess) -> bool:
         """Connections between the ranks of its island broke."""
-        began_s = self._beginnings[process.life].at_s
-        faults = [one for one in self.world.plan.faults if one.kind == "ranks" and one.how == "broken"]
-        return any(process.name == one.peer and began_s <= one.at_s <= self.world.now for one in faults)
+        return self._met(process, lambda fault: fault.kind == "ranks" and fault.how == "broken")
 
     def jumped(self, process: SimulatedProcess) -> bool:
         """Its clock went on by more than its ranks wait for each other."""
-        began_s, timeout_s = self._beginnings[process.life].at_s, self.world.setup.site.timeouts.collective_s
-        faults = [one for one in self.world.plan.faults if one.kind == "jump" and float(one.how) >= timeout_s]
-        return any(process.name == one.peer and began_s <= one.at_s <= self.world.now for one in faults)
+        timeout_s = self.world.setup.site.timeouts.collective_s
+        return self._met(process, lambda fault: fault.kind == "jump" and float(fault.how) >= timeout_s)
+
+    def _met(self, process: SimulatedProcess, such: Callable[[Fault], bool]) -> bool:
+        """Whether the process met such a fault of the plan in this life."""
+        began_s, now_s = self._beginnings[process.life].at_s, self.world.now
+        faults = [fault for fault in self.world.plan.faults if fault.peer == process.name and such(fault)]
+        return any(began_s <= fault.at_s <= now_s for fault in faults)
 
     def unreached(self, process: SimulatedProcess) -> bool:
         """Messages of others may not have reached it."""
