@@ -19,7 +19,7 @@ from diloco.run.operate import evict
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.plans.setup import RPC_S
 from diloco.simulate.virtual.timeline import ProcessLoop
-from diloco.storage.checkpoint import latest, load
+from diloco.storage.checkpoint import load
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class SimulatedOperator:
         found = dict[str, int]()
         for name, disk in self.world.disks.items():
             with suppress(StateError):
-                if name.startswith("p") and latest(disk.folder / "checkpoints"):
+                if name.startswith("p"):
                     found[name] = load(disk.folder / "checkpoints").version
         return found
 
