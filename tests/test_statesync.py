@@ -248,11 +248,7 @@ def test_offers_that_do_not_fit_are_left_out(state: OuterState) -> None:
             replace(honest, version=99, chunk_hashes=honest.chunk_hashes[1:]),
         ]
         for address, lie in zip(("member:0", "member:1"), lies, strict=True):
-
-            async def offer(have: str, lie: StateOffer = lie) -> StateOffer:
-                return lie
-
-            members.holders[address].on_state_offer = offer  # type: ignore[method-assign]
+            members.holders[address].on_state_offer = AsyncMock(return_value=lie)  # type: ignore[method-assign]
         assert (await members.copy(start(2))).version == state.version
         assert served(members) == list(range(CHUNKS))
 
@@ -346,21 +342,28 @@ def test_a_member_that_cannot_be_reached_is_asked_again(state: OuterState) -> No
     asyncio.run(scenario())
 
 
+def has_none_at_first(holder: Holder, times: int) -> list[str]:
+    """Have a member refuse so many times to offer its state. Returns what it is asked."""
+    asked: list[str] = []
+    offer = holder.on_state_offer
+
+    async def early(have: str) -> StateOffer:
+        asked.append(have)
+        if len(asked) <= times:
+            raise LinkRefused(Reply.TOO_EARLY, "no state here yet")
+        return await offer(have)
+
+    holder.on_state_offer = early  # type: ignore[method-assign]
+    return asked
+
+
 def test_a_member_that_has_no_state_yet_is_asked_again(state: OuterState, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has begun to listen a moment ago."""
     monkeypatch.setattr(statesync, "PAUSE_S", 0.01)
 
     async def scenario() -> None:
-        holder, asked = Holder(state), []
-        offer = holder.on_state_offer
-
-        async def early(have: str) -> StateOffer:
-            asked.append(have)
-            if len(asked) == 1:
-                raise LinkRefused(Reply.TOO_EARLY, "no state here yet")
-            return await offer(have)
-
-        holder.on_state_offer = early  # type: ignore[method-assign]
+        holder = Holder(state)
+        asked = has_none_at_first(holder, 1)
         assert (await Members(holder).copy(start(2))).digest == state.digest
         assert len(asked) == 2
 
@@ -375,16 +378,8 @@ def test_a_member_that_copies_a_state_itself_is_waited_for(
     monkeypatch.setattr(statesync, "PAUSE_S", 0.001)
 
     async def scenario() -> None:
-        holder, asked = Holder(state), []
-        offer = holder.on_state_offer
-
-        async def late(have: str) -> StateOffer:
-            asked.append(have)
-            if len(asked) <= 3 * MAX_FRUITLESS_PASSES:
-                raise LinkRefused(Reply.TOO_EARLY, "no state here yet")
-            return await offer(have)
-
-        holder.on_state_offer = late  # type: ignore[method-assign]
+        holder = Holder(state)
+        asked = has_none_at_first(holder, 3 * MAX_FRUITLESS_PASSES)
         members = Members(holder)
         link, how = members.network.link(0.5), (start(2), LAYOUT, OPTIMIZER, 0.5)
         copying = download(link, lambda: list(members.holders), *how, patient=patient)
@@ -411,7 +406,7 @@ def test_a_joiner_follows_when_the_run_goes_on_as_another_lineage(
             commits = replace(commit(holder.held.version, ()), lineage=lineage)
             offer = make_offer(holder.held, commits)
             holder.snapshots.offer(holder.held, offer, time.monotonic())
-            monkeypatch.setattr(holder, "on_state_offer", AsyncMock(return_value=offer))
+            holder.on_state_offer = AsyncMock(return_value=offer)  # type: ignore[method-assign]
         passes = 0
 
         def sources() -> list[str]:
