@@ -263,19 +263,22 @@ def test_a_version_that_is_not_made_of_what_was_recorded_is_noticed() -> None:
 def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> None:
     """Three times as many peers: about as many versions, and three times as many contributions; heartbeats go from all
     to all, a commit from one peer to each, twice at most."""
-    small, large = (
-        measure_swarm(SwarmOptions(peers, seconds=20.0, speeds=(0.4, 1.0), churn_per_minute=0.6, round_s=6.0))
-        for peers in (6, 18)
-    )
+
+    def measured(peers: int, seed: int = 0) -> dict[str, Any]:
+        options = SwarmOptions(peers, 20.0, speeds=(0.4, 1.0), churn_per_minute=0.6, round_s=6.0, seed=seed)
+        return measure_swarm(options)
+
+    small, large, *others = measured(6), measured(18), measured(18, seed=1), measured(18, seed=2)
     for result in (small, large):
         assert result["versions"] >= 3
         assert result["waited_share"] < MAX_WAIT
         assert result["held"]["means"] <= 6
         assert result["held"]["backlog"] <= 5
         assert sum(result["faults"].values()) > 0
-        commits = result["bytes_per_peer_per_s_by_kind"]["Committed"] * result["seconds"]
-        made = result["versions"] + 1  # whoever joins gets the one before, too
-        assert commits < 2 * made * result["commit_bytes"]
+    # Whoever is cut off or joins gets commits from all, too, until it is there: 0.1 to 1.2 times as many, by the seed.
+    for results in ([small], [large, *others]):
+        commits = sum(one["bytes_per_peer_per_s_by_kind"]["Committed"] * one["seconds"] for one in results)
+        assert commits < 2 * sum(one["versions"] * one["commit_bytes"] for one in results)
     few, many = (result["versions"] * result["contributors"] for result in (small, large))
     assert 2.5 * few < many
     assert large["versions"] <= 2 * small["versions"]

@@ -83,8 +83,8 @@ class RunEnd:
     last_version: int | None = None
     version: int = 0
     late: bool = False
-    """Whether the peer copied a state of the final sync. It takes no part in that, for it cannot know where it ends: its
-    state may not be the run's last."""
+    """Whether the peer copied a state of the final sync. It takes no part in it, for it cannot know where that ends,
+    and its state may not be the run's last."""
 
     @staticmethod
     def of(contract: Contract, max_peers: int | None = None) -> RunEnd:
