@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +42,11 @@ def contract(**sections: dict[str, Any]) -> Contract:
 class PaperPeer:
     """One life."""
 
-    def __init__(self, name: str, run: Contract, root: Path, lineage: str, founds: bool, record: bool) -> None:
+    def __init__(
+        self, name: str, run: Contract, root: Path, lineage: str, founds: bool, record: bool, life: int = 0
+    ) -> None:
         self.name, self.directory = name, root / name
-        self.member = Member(name, int.from_bytes(name.encode()[:6]), f"{name}:1")
+        self.member = Member(name, int.from_bytes(name.encode()[:6]) + life * 10**6, f"{name}:{1 + life}")
         model: nn.Module = build_model(contract().model, VOCAB, run.run.seed)
         self.line = open_line(name, run, Weights.of(model))
         self.warnings: list[str] = []
@@ -82,12 +85,15 @@ class PaperRun:
 
     def __init__(self, root: Path, names: str = "abc", record: bool = True, **sections: dict[str, Any]) -> None:
         self.root, self.contract, self.record = root, contract(**sections), record
+        self._lives = Counter[str]()
         self.peers = {name: self.start(name, "lineage-1", name == names[0]) for name in names}
         self.commits: list[Commit] = []
         self.close_founding("lineage-1", list(self.peers.values()))
 
     def start(self, name: str, lineage: str, founds: bool = False) -> PaperPeer:
-        return PaperPeer(name, self.contract, self.root, lineage, founds, self.record)
+        life = self._lives[name]
+        self._lives[name] += 1
+        return PaperPeer(name, self.contract, self.root, lineage, founds, self.record, life)
 
     def close_founding(self, lineage: str, peers: Sequence[PaperPeer]) -> Commit:
         """Begin a lineage where these peers stand."""

@@ -302,6 +302,22 @@ def test_without_the_ledger_of_a_founder_that_left_nobody_is_accused(run: PaperR
     assert audit([run.root / "b", run.root / "c"]).clean
 
 
+def test_an_old_copy_of_a_founders_ledger_accuses_nobody(run: PaperRun) -> None:
+    """It tells of the founder's later life in the lineage, and not of the one that founded it."""
+    a, b, _ = run.peers.values()
+    run.end()
+    ledger = a.directory / LEDGER
+    copy = ledger.read_bytes()
+    again = run.start("a", "lineage-2", founds=True)
+    again.line.state, again.line.commit = a.line.state, a.line.commit
+    joined = run.start("b", "lineage-2")
+    joined.line.state, joined.line.commit = b.line.state, b.line.commit
+    run.close_founding("lineage-2", [again, joined])
+    ledger.write_bytes(copy)
+    run.copy(joined, run.start("a", "lineage-2"))
+    assert audit([run.root]).violations == []
+
+
 def test_a_fork_under_continue_is_reported_until_it_is_healed(tmp_path: Path) -> None:
     run = PaperRun(tmp_path, record=False, membership={"without_majority": "continue"})
     run.round()
