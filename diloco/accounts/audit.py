@@ -26,7 +26,7 @@ from diloco.accounts.books import Book, ChainRecord, RecordedLife, chain_of, ope
 from diloco.accounts.ledger import Record
 from diloco.base.errors import StateError
 from diloco.base.readable import readable_text
-from diloco.base.types import Commit, Counted
+from diloco.base.types import Commit, Counted, Member
 from diloco.protocol.leases import front
 from diloco.storage.checkpoint import load, saved_state
 
@@ -240,9 +240,17 @@ def _contribution(life: RecordedLife, before: str, passed: Commit, chain: ChainR
     """Entry in commit `passed` for a contribution of this ledger's life, which the view before names; None without."""
     peer = life.opening["peer"]
     member = chain.commits[before].member(peer)
-    if member is None or not 0 <= member.incarnation - life.opening["incarnation"] < MAX_LIVES_OF_A_PROCESS:
+    if member is None or not _lived(life, member):
         return None
     return next((entry for entry in passed.counted if entry.peer == peer), None)
+
+
+def _lived(life: RecordedLife, member: Member) -> bool:
+    """Whether a ledger's life is that of this member of a view."""
+    opening = life.opening
+    return bool(
+        member.peer == opening["peer"] and 0 <= member.incarnation - opening["incarnation"] < MAX_LIVES_OF_A_PROCESS
+    )
 
 
 # ---------------------------------------------------------------- I5
@@ -307,13 +315,11 @@ def _lineage_findings(books: Sequence[Book], chain: ChainRecord) -> Iterator[Fin
     if books[0].lives[-1].opening["contract"]["membership"].get("without_majority", "wait") != "wait":
         return
     founded = {life.opening["lineage"] for book in books for life in book.lives if life.opening["founds"]}
-    # Lineages that each ledger names. One with a gap is left out: its peer may have founded any lineage there.
-    lives = [(book.peer, life) for book in books if not any(one.of("gap") for one in book.lives) for life in book.lives]
-    named = {(peer, life.opening["lineage"]) for peer, life in lives}
-    named |= {(peer, record.fields["commit"]["lineage"]) for peer, life in lives for record in life.of("commit")}
-    for commit in chain.commits.values():
-        here = all((member.peer, commit.lineage) in named for member in commit.view)
-        if here and commit.fragment < 0 and commit.lineage not in founded:
+    # A ledger with a gap is left out: its peer may have founded any lineage there. An old copy lacks whole lives.
+    lives = [life for book in books if not any(one.of("gap") for one in book.lives) for life in book.lives]
+    begun = [one for one in chain.commits.values() if one.fragment < 0 and one.lineage not in founded]
+    for commit in begun:
+        if all(any(_lived(life, member) for life in lives) for member in commit.view):
             yield Finding("I8", "", commit.version, 0, f"lineage {commit.lineage} begins here, and nobody founded it")
 
 

@@ -48,7 +48,7 @@ class SimulatedPromise:
         strays = [host.name for host in up if host.machine.lineage != newest.lineage]
         if strays and not heals:
             return f"{', '.join(strays)} speak of another lineage"
-        if not any(host.holds(newest) for host in self._trainers(newest)):
+        if not any(host.holds(newest) and not host.exchange.behind for host in self._trainers(newest)):
             return f"version {newest.version} is with no trainer that lives"
         votes, needed = self._votes(newest)
         if len(votes) < needed:  # under `continue` the living found a lineage of their own
