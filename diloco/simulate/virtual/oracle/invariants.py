@@ -311,10 +311,11 @@ class SimulationInvariants:
             return
         self._holders.setdefault(commit.digest, set()).add((host, host.machine.me))
         key = (commit.lineage, line.state.version)
+        made_on_it = host.drifted and key not in self._state_of  # nobody else may have another state to compare it with
         alike = self._state_of.setdefault(key, line.state.digest) == line.state.digest
         if self.world.drifts:
             host.drifted = not alike or hashed_again(line.state) != line.state.digest
-            if host.drifted:
+            if host.drifted or made_on_it:
                 self.drifted.add(commit.version)
         elif not alike:
             raise Violation("I1", f"{host.name} holds another state of version {line.state.version} than others")
