@@ -43,13 +43,14 @@ class SimulatedCopies:
         self._left_out: set[str] = set()
         """Members that failed in this pass."""
         self._look_at_copies()
+        self._look_at_foundings()
         self._look_at_calls()
 
     def _look_at_copies(self) -> None:
         process, copy = self._process, self._exchange._copy
 
         async def on_copy(
-            sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
+            sources: Sequence[str], local: OuterState, stands: Commit | None, progress: Callable[[int, int], None]
         ) -> tuple[OuterState, StateOffer]:
             def on_progress(here: int, total: int) -> None:
                 self._came_s = process.now
@@ -58,15 +59,30 @@ class SimulatedCopies:
 
             self._came_s, self._goes_on = process.now, False
             try:
-                state, offer = await copy(sources, local, commit, on_progress)
+                state, offer = await copy(sources, local, stands, on_progress)
             except StateError:
                 self._fails()
                 raise
             if process.ranks is None and state.digest != offer.digest:  # else rank 0 has some parts of it
                 raise Violation("I1", f"{process.name} copies another state than was offered")
+            commit, lineage = offer.commit, self._exchange.machine.lineage
+            if commit is not None and commit.lineage != lineage:
+                raise Violation("I8", f"{process.name} copies a state of {commit.lineage}, and is in {lineage}")
             return state, offer
 
         self._exchange._copy = on_copy  # type: ignore[method-assign]
+
+    def _look_at_foundings(self) -> None:
+        exchange, close = self._exchange, self._exchange._close
+
+        def on_close(commit: Commit) -> None:
+            """I7: who founds a lineage on its own state needs no copy of it."""
+            close(commit)
+            state = exchange.archive.state
+            if commit.fragment < 0 and state is not None and state.digest == commit.state_digest and exchange.behind:
+                raise Violation("I7", f"{self._process.name} founds a lineage, and waits for a copy of its own state")
+
+        exchange._close = on_close  # type: ignore[method-assign]
 
     def _look_at_calls(self) -> None:
         link = self._process.link
