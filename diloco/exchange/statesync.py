@@ -67,23 +67,21 @@ async def download(
     distinguished from earlier ones by the version alone. `oldest`: from earlier versions than that, no commits are kept
     here that lead on; who is as far behind as we are may offer one. `patient`: there is nothing else to do, so members
     whose state is on its way are asked again for as long as it takes, and those of another lineage as often as silent
-    ones; and each pass goes by the sources and the lineage of its time.
+    ones. Each pass goes by the sources and the lineage of its time.
 
     Chunks that `local` holds already are not copied; peers that start a run together, from one seed and on like
     machines, have them all. `progress` is called with (bytes here, bytes in all). Ends by itself when nothing arrives;
     a copy that crawls is for the caller to cancel. `elsewhere` is given the parts that `layout` does not hold here.
     """
-    asked, followed = sources(), lineage()
 
     def useless(offer: StateOffer) -> str:
-        return why_useless(offer, followed, commit, oldest)
+        return why_useless(offer, lineage(), commit, oldest)
 
     local_digest = await asyncio.to_thread(lambda: local.digest)
     copy: _StateCopy | None = None
     fruitless = 0
     while True:
-        if patient:
-            asked, followed = sources(), lineage()
+        asked, followed = sources(), lineage()
         best, coming = await _best_offer(link, asked, layout, optimizer, stall_s, useless, local_digest, patient)
         if best is None:
             fruitless += not (patient and coming)
@@ -97,7 +95,7 @@ async def download(
         if copy is None:
             copy = await asyncio.to_thread(_StateCopy, link, local, layout, stall_s, progress, elsewhere)
         fetched_bytes = copy.fetched_bytes
-        if await copy.fetch(offer.digest, manifest, holders):
+        if await copy.fetch(offer.digest, manifest, holders) and followed == lineage():
             return OuterState.assemble(offer.version, offer.steps, copy.buffers, layout, optimizer), offer
         fruitless = fruitless + 1 if copy.fetched_bytes == fetched_bytes else 0
         if fruitless == MAX_FRUITLESS_PASSES:

@@ -334,6 +334,7 @@ class Peer:
         """Handle a version made on another state than this peer's."""
         if error.uncounted:
             self.withdraw()
+        self.exchange.behind = True
         yield from self.copy_again(str(error))
 
     def copy_again(self, why: str) -> Life[None]:
@@ -343,7 +344,6 @@ class Peer:
         try:
             yield from self.copy_state()
         except StateError as error:
-            self.exchange.behind = True
             self.events.emit(Warned(error.cause))
 
     def _emit_view(self, before: Commit | None, after: Commit) -> Life[None]:

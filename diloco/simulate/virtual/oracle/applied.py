@@ -71,7 +71,9 @@ class SimulatedSteps:
         def on_copy_again(why: str) -> Life[None]:
             self._copied = False
             yield from copy_again(why)
-            if not (self._copied or peer.exchange.behind):
+            commit = peer.exchange.archive.commit
+            founded = commit is not None and commit.fragment < 0  # meanwhile, on the state that is here
+            if not (self._copied or peer.exchange.behind or founded):
                 raise Violation("I7", f"{process.name} got no state, and does not ask for one again")
 
         def on_restart(version: int) -> tuple[Sequence[Commit], bool]:

@@ -50,7 +50,7 @@ class SimulatedCopies:
         process, copy = self._process, self._exchange._copy
 
         async def on_copy(
-            sources: Sequence[str], local: OuterState, stands: Commit | None, progress: Callable[[int, int], None]
+            sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
         ) -> tuple[OuterState, StateOffer]:
             def on_progress(here: int, total: int) -> None:
                 self._came_s = process.now
@@ -59,15 +59,15 @@ class SimulatedCopies:
 
             self._came_s, self._goes_on = process.now, False
             try:
-                state, offer = await copy(sources, local, stands, on_progress)
+                state, offer = await copy(sources, local, commit, on_progress)
             except StateError:
                 self._fails()
                 raise
             if process.ranks is None and state.digest != offer.digest:  # else rank 0 has some parts of it
                 raise Violation("I1", f"{process.name} copies another state than was offered")
-            commit, lineage = offer.commit, self._exchange.machine.lineage
-            if commit is not None and commit.lineage != lineage:
-                raise Violation("I8", f"{process.name} copies a state of {commit.lineage}, and is in {lineage}")
+            copied, lineage = offer.commit.lineage if offer.commit else "", self._exchange.machine.lineage
+            if copied not in ("", lineage):
+                raise Violation("I8", f"{process.name} copies a state of {copied}, and is in {lineage}")
             return state, offer
 
         self._exchange._copy = on_copy  # type: ignore[method-assign]

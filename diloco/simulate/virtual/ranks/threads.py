@@ -37,7 +37,9 @@ class SimulatedThread:
     ) -> None:
         """`over`: told that the work has ended, with its error or None."""
         self._timeline, self._loop, self._work, self._over = timeline, loop, work, over
-        self._mine, self._others = threading.Semaphore(0), threading.Semaphore(0)
+        self._mine, self._others = threading.Lock(), threading.Lock()
+        self._mine.acquire()
+        self._others.acquire()
         self._thread = threading.Thread(target=self._run, name=f"simulated {loop.name}", daemon=True)
         self._next: Happening | None = None
         """When it goes on at the latest."""
