@@ -36,6 +36,7 @@ from diloco.simulate.virtual.search import (
     run_seeds,
     search,
     shrink,
+    world_of,
 )
 from diloco.simulate.virtual.swarm import SwarmOptions, measure_swarm
 from diloco.simulate.virtual.world import SimulatedWorld
@@ -116,7 +117,7 @@ def test_seeds_hold(first: int) -> None:
 def test_plans_that_once_broke_something_hold(path: Path) -> None:
     """Each as its seed was drawn when it broke, by a simulator that had a model of a peer in place of a whole one, with
     rounds of four delays at least."""
-    violation = SimulatedWorld(read_plan(path)).run().violation
+    violation = world_of(read_plan(path)).run().violation
     assert violation.partition(":")[0] in {"", KNOWN.get(path.stem)}, violation
 
 
