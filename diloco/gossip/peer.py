@@ -109,6 +109,7 @@ class GossipPeer:
         """Tokens trained by this peer, in all its lives that these weights come from."""
         self.known_tokens = checkpoint.value("run_tokens", int) if checkpoint is not None else 0
         """Tokens trained by all peers, as far as this one ever knew: never falls."""
+        self._others_tokens = self.known_tokens - self.tokens  # that all others had, at least: they may be gone for good
         self.discarded_tokens = 0
         contract, welcome = self.contract, endpoint.welcome
         me = Member(name, new_incarnation(), "")
@@ -228,7 +229,8 @@ class GossipPeer:
 
     def position(self) -> int:
         """Tokens of the whole run, as far as this peer knows: sets the learning rate."""
-        self.known_tokens = max(self.known_tokens, self.tokens + self.exchange.others_tokens)
+        others_tokens = max(self._others_tokens, self.exchange.others_tokens)
+        self.known_tokens = max(self.known_tokens, self.tokens + others_tokens)
         return self.known_tokens
 
     def between_steps(self) -> bool:
