@@ -473,7 +473,7 @@ class Exchange(ExchangeTasks):
             lane.post(Lane.close_for_follower, commit, number)
         if not self.machine.me.witness:
             self.archive.close(Closed(commit, closed.parts))
-            self.behind &= self.archive.commit != commit  # a founding whose state is here: there is nothing to copy
+            self.behind &= commit.fragment >= 0 or self.archive.commit != commit  # it has the state of its founding
         passed, closes = self.untaken.add(closed, self.behind)
         if passed is not None:
             self.behind = True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.base.life import Life
 from diloco.base.types import Blocks, Closed, Commit, Contribution, Member, Skip
 from diloco.outer.line import Diverged, Line
-from diloco.simulate.virtual.oracle.copies import SimulatedCopies
+from diloco.simulate.virtual.oracle.copies import SimulatedCopies, founded_here
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.lanes import SimulatedLane
 
@@ -71,9 +71,7 @@ class SimulatedSteps:
         def on_copy_again(why: str) -> Life[None]:
             self._copied = False
             yield from copy_again(why)
-            commit = peer.exchange.archive.commit
-            founded = commit is not None and commit.fragment < 0  # meanwhile, on the state that is here
-            if not (self._copied or peer.exchange.behind or founded):
+            if not (self._copied or peer.exchange.behind or founded_here(peer.exchange)):
                 raise Violation("I7", f"{process.name} got no state, and does not ask for one again")
 
         def on_restart(version: int) -> tuple[Sequence[Commit], bool]:
