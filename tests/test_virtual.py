@@ -7,7 +7,10 @@ it.
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import time
 from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
@@ -25,6 +28,7 @@ from diloco.simulate.virtual.oracle.conduct import SimulatedConduct
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.plans.draw import draw
 from diloco.simulate.virtual.plans.plan import NO_CLOCK, Fault, FaultPlan, parse
+from diloco.simulate.virtual.ranks.threads import SimulatedThread
 from diloco.simulate.virtual.search import (
     RULE,
     SeedOptions,
@@ -39,6 +43,7 @@ from diloco.simulate.virtual.search import (
     world_of,
 )
 from diloco.simulate.virtual.swarm import SwarmOptions, measure_swarm
+from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 from diloco.simulate.virtual.world import SimulatedWorld
 from tests.peers import run_cli
 from tests.references import ROOT, TRANSCRIPTS, transcript_now
@@ -388,6 +393,30 @@ def test_the_command_searches_and_tells(tmp_path: Path) -> None:
     told = run_cli("simulate", "--virtual", "--plan", str(TRANSCRIPTS[0]))
     assert told.returncode == 0
     assert told.stdout.partition(f"{RULE}\n")[2] == TRANSCRIPTS[0].read_text().partition(f"{RULE}\n")[2]
+
+
+def test_an_interruption_while_a_rank_runs_ends_the_simulation() -> None:
+    """Ctrl-C comes to the main thread, which waits for the thread of the rank meanwhile."""
+    timeline = Timeline()
+    loop = ProcessLoop.on(timeline, "p0")
+    ended: list[str] = []
+
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)  # so long nobody goes on beside this thread
+            ended.append("waits")
+            thread.wait(1.0)
+        finally:
+            ended.append("tidied up")
+
+    thread = SimulatedThread(timeline, loop, work, lambda error: None)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        timeline.until(10.0, lambda: False, 1.0)
+    assert ended == ["waits"]
+    timeline.alone(loop, loop.bury)
+    assert ended == ["waits", "tidied up"]
 
 
 @slow

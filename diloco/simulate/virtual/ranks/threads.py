@@ -6,6 +6,7 @@ Only one thread of a whole simulation runs at a time: the timeline stands still 
 from __future__ import annotations
 
 import math
+import signal
 import threading
 from asyncio import events
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from diloco.base.life import Life
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.timeline import Happening, ProcessLoop, Timeline
+
+
+INTERRUPTIONS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 class Died(SystemExit):
@@ -78,6 +82,7 @@ class SimulatedThread:
 
     def _switch(self) -> None:
         """Let the thread run until it waits, or has ended."""
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)  # they come when it waits
         before, self._timeline.thread = self._timeline.thread, self
         try:
             if self._thread.ident is None:
@@ -86,6 +91,7 @@ class SimulatedThread:
             self._others.acquire()
         finally:
             self._timeline.thread = before
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
     # ------------------------------------------------------------ on this thread
 
