@@ -426,6 +426,28 @@ def test_a_joiner_follows_when_the_run_goes_on_as_another_lineage(
 # ---------------------------------------------------------------- keeping what others read
 
 
+def test_a_copy_of_a_lineage_that_was_left_meanwhile_is_not_taken(state: OuterState) -> None:
+    """Whoever trains on beside the copy may found a lineage apart, or hear of another, until its last chunk is here."""
+
+    async def scenario() -> None:
+        holder, stands = Holder(state), ["before"]
+        members = Members(holder)
+        offer = make_offer(state, replace(commit(state.version, ()), lineage="before"))
+        holder.snapshots.offer(state, offer, time.monotonic())
+        holder.on_state_offer = AsyncMock(return_value=offer)  # type: ignore[method-assign]
+
+        def told(done_bytes: int, total_bytes: int) -> None:
+            if done_bytes == total_bytes:
+                stands[0] = "after"
+
+        how = (start(2), LAYOUT, OPTIMIZER, 0.5, told, lambda: stands[0])
+        with pytest.raises(StateError, match="none of 1 members"):
+            await download(members.network.link(0.5), lambda: list(members.holders), *how)
+        assert stands == ["after"]
+
+    asyncio.run(scenario())
+
+
 def versions(count: int) -> list[OuterState]:
     small = Layout.of([("a", (8,))])
     first = OuterState(0, (OPTIMIZER.start(torch.zeros(8)),))
