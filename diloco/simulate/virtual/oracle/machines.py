@@ -85,14 +85,15 @@ class SimulatedMachines:
 
     def saved_at_least(self, versions: int) -> int:
         """Version that some disk must have a checkpoint of, or of a later one: it is known to be whole; or a life whose
-        disk refused nothing saves one after so many versions, and may die while it does."""
+        disk refused nothing saves one after it applied so many versions, and may die while it does."""
         disks = [disk for name, disk in self.world.disks.items() if name in self.world.plan_names]
-        found = [
-            process.line.state.version - 2 * versions
-            for process in self.processes()
-            if process.entered and process.disk in disks and not (process.disk.damaged or process.disk.refusals)
-        ]
-        return max([*found, *(disk.durable for disk in disks)], default=-1)
+        found = [disk.durable for disk in disks]
+        for process in self.processes():
+            whole = process.entered and process.disk in disks and not (process.disk.damaged or process.disk.refusals)
+            if whole and process.progress is not None:
+                saved = process.line.state.version - 2 * versions
+                found += [saved] if saved >= process.progress.copied_version else []
+        return max(found, default=-1)
 
     def processes(self) -> Iterator[SimulatedProcess]:
         """All processes of the simulation, the dead, too."""

@@ -56,6 +56,8 @@ class SimulatedProgress:
         """Totals that each record of this life's ledger must have."""
         self.pending = False
         """Others may count the contribution that was offered last."""
+        self.copied_version = 0
+        """Version that was copied last: the checkpoints of versions since are this life's own."""
         self._given: list[Commit] = []
         """Versions that it has to apply in this round."""
         self._sent_fragment = 0
@@ -202,6 +204,7 @@ class SimulatedProgress:
             for residual in self.residuals:
                 residual.zero_()  # it was measured on another anchor
         self._check(f"the copied version {self.line.state.version}")
+        self.copied_version = self.line.state.version
         self.host.steps.copied(before)
 
     def _check_given_up(self, before: Commit | None) -> None:
