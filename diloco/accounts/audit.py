@@ -247,10 +247,8 @@ def _contribution(life: RecordedLife, before: str, passed: Commit, chain: ChainR
 
 def _lived(life: RecordedLife, member: Member) -> bool:
     """Whether a ledger's life is that of this member of a view."""
-    opening = life.opening
-    return bool(
-        member.peer == opening["peer"] and 0 <= member.incarnation - opening["incarnation"] < MAX_LIVES_OF_A_PROCESS
-    )
+    lives: int = member.incarnation - life.opening["incarnation"]
+    return bool(member.peer == life.opening["peer"]) and 0 <= lives < MAX_LIVES_OF_A_PROCESS
 
 
 # ---------------------------------------------------------------- I5
@@ -317,8 +315,9 @@ def _lineage_findings(books: Sequence[Book], chain: ChainRecord) -> Iterator[Fin
     founded = {life.opening["lineage"] for book in books for life in book.lives if life.opening["founds"]}
     # A ledger with a gap is left out: its peer may have founded any lineage there. An old copy lacks whole lives.
     lives = [life for book in books if not any(one.of("gap") for one in book.lives) for life in book.lives]
-    begun = [one for one in chain.commits.values() if one.fragment < 0 and one.lineage not in founded]
-    for commit in begun:
+    for commit in chain.commits.values():
+        if commit.fragment >= 0 or commit.lineage in founded:
+            continue
         if all(any(_lived(life, member) for life in lives) for member in commit.view):
             yield Finding("I8", "", commit.version, 0, f"lineage {commit.lineage} begins here, and nobody founded it")
 

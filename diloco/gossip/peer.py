@@ -109,9 +109,8 @@ class GossipPeer:
         """Tokens trained by this peer, in all its lives that these weights come from."""
         self.known_tokens = checkpoint.value("run_tokens", int) if checkpoint is not None else 0
         """Tokens trained by all peers, as far as this one ever knew: never falls."""
-        self._others_tokens = (
-            self.known_tokens - self.tokens
-        )  # that all others had, at least: they may be gone for good
+        self._others_tokens = self.known_tokens - self.tokens
+        """Tokens that all others had at the checkpoint, at least: they may be gone for good."""
         self.discarded_tokens = 0
         contract, welcome = self.contract, endpoint.welcome
         me = Member(name, new_incarnation(), "")
