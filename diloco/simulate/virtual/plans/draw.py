@@ -42,7 +42,7 @@ OTHER_CODECS_SHARE = 0.4
 SELDOM_SHARE = 0.12
 BUSY_SHARE, BUSY_S = 0.1, (0.1, 0.3, 1.0)
 """Share of the plans in which a machine is busy, and how long what it computes takes then."""
-BACKLOG_SHARE, BACKLOGS = 0.15, (2, 3, 8)
+BACKLOG_SHARE, BACKLOGS, MIN_KEPT_S = 0.15, (2, 3, 8), 1.0
 """Share of the plans in which peers keep another number of versions than 4, and the numbers. With 1 a joiner must have
 the latest to be let in, which it never has where versions take no longer than a copy."""
 BACK_S = 10.0
@@ -237,7 +237,8 @@ def _under_load(dice: Random, plan: FaultPlan) -> FaultPlan:
     plan = replace(plan, checkpoint_every=dice.choice(CHECKPOINTS_EVERY))
     if dice.random() < BACKLOG_SHARE:
         backlog = dice.choice(BACKLOGS)  # over slow links a state is copied for as long as the usual ones last
-        plan = replace(plan, backlog=max(backlog, plan.backlog) if plan.round_s >= SLOW_ROUND_S else backlog)
+        kept = math.ceil(MIN_KEPT_S / plan.round_s)  # a joiner hears of a version with the next heartbeat
+        plan = replace(plan, backlog=max(backlog, plan.backlog if plan.round_s >= SLOW_ROUND_S else kept))
     if dice.random() >= BUSY_SHARE:
         return plan
     at_s = dice.choice([*(fault.at_s for fault in plan.faults), FIRST_FAULT_S])
