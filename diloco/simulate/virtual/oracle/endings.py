@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.base.errors import DilocoError, EvictedError, ResourceError, StateError, UnreachableError
+from diloco.exchange.engine import Exchange
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.plans.plan import Fault
 from diloco.simulate.virtual.plans.setup import SUSPECT_S
@@ -117,10 +118,11 @@ class SimulatedEndings:
         return self._disturbed(process.name, self._beginnings[process.life].at_s)
 
     def uncopied(self, process: SimulatedProcess) -> bool:
-        """All who had a state died, or were disturbed, while it wanted a copy; or it was itself."""
+        """All who had a state died, or were disturbed, while it wanted a copy; or it was itself. Who wants a copy, too,
+        has none."""
         since_s = max(self._beginnings[process.life].at_s, self.world.now - self.world.setup.site.timeouts.join_s)
         living = [host for host in self.world.living() if host is not process and host.up and not host.witness]
-        givers = [host for host in living if self._beginnings[host.life].at_s < since_s]
+        givers = [host for host in living if self._beginnings[host.life].at_s < since_s and not _is_behind(host)]
         return self._disturbed(process.name, since_s) or all(self._disturbed(host.name, since_s) for host in givers)
 
     def _disturbed(self, name: str, since_s: float) -> bool:
@@ -132,6 +134,11 @@ class SimulatedEndings:
             and fault.over_s >= since_s
             for fault in self.world.plan.faults
         )
+
+
+def _is_behind(host: SimulatedProcess) -> bool:
+    """Whether only a copy of the state helps a simulated peer."""
+    return isinstance(host.exchange, Exchange) and host.exchange.behind
 
 
 EXPLANATIONS = (
