@@ -279,14 +279,16 @@ class Archive:
         self.snapshots.forget(state.version, monotonic_s())
         self.retain()
 
-    def close(self, closed: Closed) -> None:
+    def close(self, closed: Closed) -> bool:
         """Keep a version that closed. A founding makes the state here one of its lineage, and moves no anchor: whoever
-        joins that lineage copies it before the training side knows."""
+        joins that lineage copies it before the training side knows. Returns whether it is such a founding."""
         commit = closed.commit
         self.backlog.add(closed, self.snapshots.oldest_version())
-        if commit.fragment < 0 and self.state is not None and self.state.digest == commit.state_digest:
+        founds = commit.fragment < 0 and self.state is not None and self.state.digest == commit.state_digest
+        if founds:
             self.commit = commit
             self.snapshots.keep_lineage(commit.lineage)
+        return founds
 
     def retain(self) -> None:
         """Have the lanes keep the latest state and those that others are copying, and forget all others."""

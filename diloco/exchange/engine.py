@@ -471,9 +471,8 @@ class Exchange(ExchangeTasks):
         closed = self.lane.close(commit, number)
         for lane in self.lanes.others:
             lane.post(Lane.close_for_follower, commit, number)
-        if not self.machine.me.witness:
-            self.archive.close(Closed(commit, closed.parts))
-            self.behind &= commit.fragment >= 0 or self.archive.commit != commit  # it has the state of its founding
+        if not self.machine.me.witness and self.archive.close(Closed(commit, closed.parts)):
+            self.behind = False  # there is nothing to copy
         passed, closes = self.untaken.add(closed, self.behind)
         if passed is not None:
             self.behind = True
