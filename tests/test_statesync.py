@@ -423,9 +423,6 @@ def test_a_joiner_follows_when_the_run_goes_on_as_another_lineage(
     asyncio.run(scenario())
 
 
-# ---------------------------------------------------------------- keeping what others read
-
-
 def test_a_copy_of_a_lineage_that_was_left_meanwhile_is_not_taken(state: OuterState) -> None:
     """Whoever trains on beside the copy may found a lineage apart, or hear of another, until its last chunk is here."""
 
@@ -446,6 +443,9 @@ def test_a_copy_of_a_lineage_that_was_left_meanwhile_is_not_taken(state: OuterSt
         assert stands == ["after"]
 
     asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------- keeping what others read
 
 
 def versions(count: int) -> list[OuterState]:

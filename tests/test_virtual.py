@@ -7,10 +7,9 @@ it.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import time
+import threading
 from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
@@ -399,24 +398,24 @@ def test_an_interruption_while_a_rank_runs_ends_the_simulation() -> None:
     """Ctrl-C comes to the main thread, which waits for the thread of the rank meanwhile."""
     timeline = Timeline()
     loop = ProcessLoop.on(timeline, "p0")
-    ended: list[str] = []
+    goes_on, seen = threading.Event(), list[str]()
 
     def work() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         try:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)  # so long nobody goes on beside this thread
-            ended.append("waits")
+            if goes_on.wait(0.1):
+                seen.append("the main thread goes on beside it")
             thread.wait(1.0)
         finally:
-            ended.append("tidied up")
+            seen.append("tidied up")
 
     thread = SimulatedThread(timeline, loop, work, lambda error: None)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         timeline.until(10.0, lambda: False, 1.0)
-    assert ended == ["waits"]
+    goes_on.set()
     timeline.alone(loop, loop.bury)
-    assert ended == ["waits", "tidied up"]
+    assert seen == ["tidied up"]
 
 
 @slow
