@@ -21,11 +21,14 @@ class Link:
         rates: bytes per second, each from a time on.
         way_s: from sender to receiver and back, with nothing in the queue.
         streams: bounds of streams that always have more to send.
+        bucket_bytes: bytes that pass at once after a pause, as shapers with a token bucket let them.
     """
 
-    def __init__(self, rates: Sequence[tuple[float, float]], way_s: float, *streams: UnderWay) -> None:
-        self._rates, self._way_s, self._streams = rates, way_s, streams
-        self._free_s = 0.0
+    def __init__(
+        self, rates: Sequence[tuple[float, float]], way_s: float, *streams: UnderWay, bucket_bytes: int = 0
+    ) -> None:
+        self._rates, self._way_s, self._streams, self._bucket_bytes = rates, way_s, streams, bucket_bytes
+        self._free_s = -math.inf
         self._reports: list[tuple[float, int, int]] = []
         """When each comes back, of which stream, and the bytes taken until then."""
         self._sent = [0] * len(streams)
@@ -48,10 +51,10 @@ class Link:
     def _send(self, index: int, stream: UnderWay, size: int, now_s: float) -> None:
         rate = [rate for since_s, rate in self._rates if since_s <= max(now_s, self._free_s)][-1]
         self.waits.append((now_s, max(self._free_s - now_s, 0.0)))
-        self._free_s = max(self._free_s, now_s) + size / rate
+        self._free_s = max(self._free_s, now_s - self._bucket_bytes / rate) + size / rate
         stream.sent(size, now_s)
         self._sent[index] += size
-        comes_s = self._free_s + self._way_s
+        comes_s = max(self._free_s, now_s) + self._way_s
         comes_s = math.ceil(comes_s / REPORT_S) * REPORT_S  # several messages may be in one report
         if any(report[:2] == (comes_s, index) for report in self._reports):
             self._reports = [report for report in self._reports if report[:2] != (comes_s, index)]
@@ -65,7 +68,7 @@ class Link:
 def test_streams_fill_a_link_and_nothing_waits_long_behind_them(streams: int, mbit: float, way_s: float) -> None:
     rate = mbit * 1e6 / 8
     link = Link([(0.0, rate)], way_s, *(UnderWay(2 * MESSAGE_BYTES) for _ in range(streams)))
-    began_s = 14 * (way_s + REPORT_S)
+    began_s = 12 * (way_s + REPORT_S)
     link.run(began_s + 5.0)
     end_s = link.waits[-1][0]
     most_s = QUEUE_S + REPORT_S + streams * MESSAGE_BYTES / rate
@@ -80,16 +83,35 @@ def test_a_link_that_becomes_slow_has_a_short_queue_again_soon() -> None:
     assert max(wait_s for sent_s, wait_s in link.waits if sent_s > 45.0) <= 1.0
 
 
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_what_a_shaper_lets_pass_at_once_is_not_taken_for_its_rate(streams: int) -> None:
+    first, rate = MIN_UNDER_WAY_BYTES, 0.25e6
+    link = Link([(0.0, rate)], 0.01, *(UnderWay(first) for _ in range(streams)), bucket_bytes=MESSAGE_BYTES)
+    link.run(20.0)
+    assert max(wait_s for _, wait_s in link.waits) <= 2 * (QUEUE_S + streams * first / rate)
+    assert link.taken_bytes >= 0.9 * rate * link.waits[-1][0]
+
+
+def test_a_stream_that_begins_behind_others_knows_the_way_without_them() -> None:
+    before = UnderWay(MESSAGE_BYTES)
+    before.sent(MESSAGE_BYTES, 0.0)
+    before.took(MESSAGE_BYTES, 0.0, 0.1)
+    way = before.anew()
+    for index in range(1, 20):  # each message waits for 1.5 s behind those of other streams
+        way.sent(way.limit_bytes, 2.0 * index)
+        way.took(way.taken_bytes + way.bytes, 0.0, 2.0 * index + 1.5)
+    assert way.limit_bytes == MIN_UNDER_WAY_BYTES
+
+
 def test_what_has_no_more_to_send_is_not_taken_for_slow_and_may_grow() -> None:
     way = UnderWay(2 * MESSAGE_BYTES)
-    way.sent(MESSAGE_BYTES, 1.0)
-    way.took(MESSAGE_BYTES, math.inf, 1.01)
+    way.sent(MAX_FIRST_BYTES, 1.0)
+    way.took(MAX_FIRST_BYTES, math.inf, 1.01)
     grown = way.limit_bytes
-    assert grown > MESSAGE_BYTES / 0.01 * QUEUE_S
-    way.sent(1000, 2.0)
-    way.took(MESSAGE_BYTES + 1000, math.inf, 2.01)
-    assert way.limit_bytes == grown
     assert grown > MAX_FIRST_BYTES
+    way.sent(1000, 2.0)
+    way.took(MAX_FIRST_BYTES + 1000, math.inf, 2.01)
+    assert way.limit_bytes == grown
     assert way.anew().limit_bytes == MAX_FIRST_BYTES  # it may have become slow since
     assert UnderWay(MIN_UNDER_WAY_BYTES).anew().limit_bytes == MIN_UNDER_WAY_BYTES
 
