@@ -30,7 +30,7 @@ from diloco.protocol.streams import Limits, Part, StateOffer, StreamHeader, Welc
 from diloco.transport.address import join_address, split_address
 from diloco.transport.grpc_server import REPLY_KEY, parsed, progress
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, untold
-from diloco.transport.pace import Outbox, RateLimit, UnderWay, Uplink
+from diloco.transport.pace import MIN_UNDER_WAY_BYTES, Outbox, RateLimit, UnderWay, Uplink
 from diloco.wire import convert
 from diloco.wire.chunks import MESSAGE_BYTES, MessageSize, PartAssembler, cut
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
@@ -52,8 +52,6 @@ rule, and gRPC keeps 60 kB for each address, connected or not."""
 
 _CONTROL, _BULK = 0, 1
 """Numbers of the connections to one address: control messages, and from here on bulk."""
-_UNDER_WAY_BYTES = 2 * MESSAGE_BYTES
-"""Bytes that may be under way in the first stream to an address, before its rate is known."""
 
 KEEP_ALIVE_S = 20.0
 """A stream that has nothing to send for so long sends an empty message. Before a mean is made a slow link may need
@@ -260,7 +258,7 @@ class _Connections:
         self._open = open_
         self._channels: dict[int, tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
         self.sizes: defaultdict[int, MessageSize] = defaultdict(MessageSize)
-        self.ways: defaultdict[int, UnderWay] = defaultdict(lambda: UnderWay(_UNDER_WAY_BYTES))
+        self.ways: defaultdict[int, UnderWay] = defaultdict(lambda: UnderWay(MIN_UNDER_WAY_BYTES))
         """By connection, as its last streams left them: a new stream need not measure again how fast it is."""
         self.calls = 0
         """Calls that are under way."""

@@ -97,7 +97,7 @@ class Uplink:
         return int(bps) if math.isfinite(bps) else 0
 
 
-QUEUE_S = 0.5
+QUEUE_S = 0.25
 """Seconds of a stream's bytes that may wait on their way: in buffers of this machine, of a router, of the receiver.
 Routers hold back seconds of traffic, and heartbeats, votes and reports wait behind it."""
 MIN_UNDER_WAY_BYTES = 1 << 15
@@ -107,6 +107,8 @@ MAX_FIRST_BYTES = 1 << 19
 takes 4 s."""
 SAMPLES = 8
 """Reports of a receiver of which the fastest counts: that of a busy one comes late."""
+SAMPLE_S = QUEUE_S / 2
+"""Least time over which a rate is measured: shapers let 64 KB pass at once after a pause."""
 
 
 class UnderWay:
@@ -114,15 +116,19 @@ class UnderWay:
 
     It is the stream's rate times QUEUE_S and the time of the way itself. The rate of a report is what the receiver took
     from the moment when the last bytes in it were sent, divided by that time (a delivery rate as in BBR, Cardwell et
-    al. 2016): so bytes that come in bursts do not look fast. Streams that share a link have shares of its rate, so that
-    all together keep it full, and hold up what comes behind them by QUEUE_S.
+    al. 2016), or by SAMPLE_S: so bytes that come in bursts do not look fast. Streams that share a link have shares of
+    its rate, so that all together keep it full, and hold up what comes behind them by QUEUE_S. As long as reports come
+    back as if nothing waited, the bound grows by what was taken, as in TCP's slow start.
 
     Args:
         limit_bytes: bound at the beginning, before anything is measured.
+        known_way_s: least time from sending to report of the stream before. One that begins behind others sees none
+            without their queue, and would add its own to it.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, known_way_s: float = math.inf) -> None:
         self.limit_bytes = limit_bytes
+        self._known_way_s = known_way_s
         self._sent_bytes = self.taken_bytes = 0
         self._sent: deque[tuple[int, int, float]] = deque()
         """By message: bytes sent with it, bytes taken before it, and when it was sent."""
@@ -138,7 +144,7 @@ class UnderWay:
 
     def anew(self) -> UnderWay:
         """The bound for the next stream to the same address, at first that of this one or MAX_FIRST_BYTES."""
-        return UnderWay(min(self.limit_bytes, MAX_FIRST_BYTES))
+        return UnderWay(min(self.limit_bytes, MAX_FIRST_BYTES), self._way_s)
 
     def allows(self, size_bytes: int) -> bool:
         """Whether so many bytes more may be under way in the stream; one message always may."""
@@ -155,19 +161,22 @@ class UnderWay:
 
     def took(self, taken_bytes: int, fed_since_s: float, now_s: float) -> None:
         """The stream's receiver has taken so many bytes in all. `fed_since_s`: since then there was more to send."""
-        self.taken_bytes = taken_bytes
+        newly_bytes, self.taken_bytes = taken_bytes - self.taken_bytes, taken_bytes
         last = None
         while self._sent and self._sent[0][0] <= taken_bytes:
             last = self._sent.popleft()
         if last is None:
             return
         _, before_bytes, sent_at_s = last
-        took_s = max(now_s - sent_at_s, 1e-6)
+        took_s = now_s - sent_at_s
         self._way_s = min(self._way_s, took_s)
-        rate, within_s = (taken_bytes - before_bytes) / took_s, self._way_s + QUEUE_S
+        rate = (taken_bytes - before_bytes) / max(took_s, SAMPLE_S)
+        way_s = min(self._way_s, self._known_way_s)
+        within_s = way_s + QUEUE_S
         if fed_since_s <= sent_at_s or rate * within_s > self.limit_bytes:  # else it had no more to take
             self._rates.append(rate)
-            self.limit_bytes = max(int(max(self._rates) * within_s), MIN_UNDER_WAY_BYTES)
+            grown_bytes = self.limit_bytes + newly_bytes if took_s <= way_s + QUEUE_S / 2 else MIN_UNDER_WAY_BYTES
+            self.limit_bytes = max(int(max(self._rates) * within_s), grown_bytes)
 
 
 AHEAD_BYTES = 1 << 20
