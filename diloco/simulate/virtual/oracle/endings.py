@@ -122,7 +122,7 @@ class SimulatedEndings:
         has none."""
         since_s = max(self._beginnings[process.life].at_s, self.world.now - self.world.setup.site.timeouts.join_s)
         living = [host for host in self.world.living() if host is not process and host.up and not host.witness]
-        givers = [host for host in living if self._beginnings[host.life].at_s < since_s and not _is_behind(host)]
+        givers = [host for host in living if self._beginnings[host.life].at_s < since_s and not _wants_state(host)]
         return self._disturbed(process.name, since_s) or all(self._disturbed(host.name, since_s) for host in givers)
 
     def _disturbed(self, name: str, since_s: float) -> bool:
@@ -136,9 +136,10 @@ class SimulatedEndings:
         )
 
 
-def _is_behind(host: SimulatedProcess) -> bool:
-    """Whether only a copy of the state helps a simulated peer."""
-    return isinstance(host.exchange, Exchange) and host.exchange.behind
+def _wants_state(host: SimulatedProcess) -> bool:
+    """Whether a simulated peer has no state, or one that only a copy of another's helps."""
+    exchange = host.exchange
+    return isinstance(exchange, Exchange) and (exchange.behind or exchange.archive.state is None)
 
 
 EXPLANATIONS = (
