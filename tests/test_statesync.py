@@ -226,6 +226,19 @@ def test_the_same_state_is_not_copied(state: OuterState) -> None:
     asyncio.run(scenario())
 
 
+def test_who_diverged_is_not_helped_by_the_state_that_it_holds(state: OuterState) -> None:
+    async def scenario() -> None:
+        members = Members(Holder(state), Holder(state), Holder(step(state, 0)))
+        link, asked, fixed = members.network.link(0.5), lambda: list(members.holders), (LAYOUT, OPTIMIZER, 0.5)
+        copied, _ = await download(link, asked, state, *fixed, apart=True)
+        assert copied.version == state.version + 1  # though most offer the other
+        del members.holders["member:2"]
+        with pytest.raises(StateError, match="none of 2 members"):
+            await download(link, asked, state, *fixed, apart=True)
+
+    asyncio.run(scenario())
+
+
 def test_a_member_that_spoils_chunks_is_left_out(state: OuterState) -> None:
     async def scenario() -> None:
         members = Members(Holder(state), Holder(state))

@@ -62,8 +62,9 @@ class Exchange(ExchangeTasks):
         self.directory: tuple[str, ...] = ()
         self.overlap_tokens = 0
         """Tokens of the inner steps that go on while a contribution is on its way."""
-        self.behind = False
-        """Too far behind to fetch the missing commits: only a copy of the state helps."""
+        self.behind = self.diverged = False
+        """Only a copy of the state helps: this peer is too far behind to fetch the missing commits, or has `diverged`: the
+        next version was made on another state than ours."""
         self._on_reason = on_reason
         self.lane = Lane(terms.lane, link, loop)
         self.lane.head = self
@@ -201,8 +202,8 @@ class Exchange(ExchangeTasks):
             for lane in others:
                 lane.post(Lane.begin_copy)
             oldest = self.archive.backlog.copying_from = self.archive.backlog.leads_from
-            patient = self.archive.state is None  # nobody trains on meanwhile
-            how = (terms.stall_s, progress, lambda: self.machine.lineage, commit, oldest, patient, elsewhere)
+            patient, apart = self.archive.state is None, self.diverged  # patient: nobody trains on meanwhile
+            how = (terms.stall_s, progress, lambda: self.machine.lineage, commit, oldest, patient, apart, elsewhere)
             try:
                 state, offer = await download(self.link, asked, local, terms.layout, terms.optimizer, *how)
             except BaseException:  # it may have been cancelled
@@ -212,7 +213,7 @@ class Exchange(ExchangeTasks):
                 raise
             for lane in others:
                 lane.post(Lane.end_copy, offer.version, offer.steps)
-            self.behind, self._resync_from = False, []
+            self.behind, self.diverged, self._resync_from = False, False, []
             return state, offer
 
     def alive(self) -> Future[list[Member]]:
@@ -472,7 +473,7 @@ class Exchange(ExchangeTasks):
         for lane in self.lanes.others:
             lane.post(Lane.close_for_follower, commit, number)
         if not self.machine.me.witness and self.archive.close(Closed(commit, closed.parts)):
-            self.behind = False  # there is nothing to copy
+            self.behind, self.diverged = False, False  # there is nothing to copy
         passed, closes = self.untaken.add(closed, self.behind)
         if passed is not None:
             self.behind = True
@@ -491,7 +492,7 @@ class Exchange(ExchangeTasks):
         self.lanes.each(Lane.take, None)
         self.untaken.clear()
         self._resync_from = [source]
-        self.behind = True
+        self.behind, self.diverged = True, False
 
     async def _catch_up(self, source: Member) -> None:
         if not await self._fetcher.commits(source):

@@ -58,6 +58,7 @@ async def download(
     commit: Commit | None = None,
     oldest: int = 0,
     patient: bool = False,
+    apart: bool = False,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[OuterState, StateOffer]:
     """A copy of the state that most of `sources` (addresses) offer, of that lineage if one is named. Raises StateError
@@ -67,7 +68,8 @@ async def download(
     distinguished from earlier ones by the version alone. `oldest`: from earlier versions than that, no commits are kept
     here that lead on; who is as far behind as we are may offer one. `patient`: there is nothing else to do, so members
     whose state is on its way are asked again for as long as it takes, and those of another lineage as often as silent
-    ones. Each pass goes by the sources and the lineage of its time.
+    ones. `apart`: the version after `local` was made on another state: who offers the same is of no use. Each pass goes
+    by the sources and the lineage of its time.
 
     Chunks that `local` holds already are not copied; peers that start a run together, from one seed and on like
     machines, have them all. `progress` is called with (bytes here, bytes in all). Ends by itself when nothing arrives;
@@ -75,7 +77,8 @@ async def download(
     """
 
     def useless(offer: StateOffer) -> str:
-        return why_useless(offer, lineage(), commit, oldest)
+        same = apart and offer.digest == local_digest
+        return "its state is ours, and the run's another" if same else why_useless(offer, lineage(), commit, oldest)
 
     local_digest = await asyncio.to_thread(lambda: local.digest)
     copy: _StateCopy | None = None
