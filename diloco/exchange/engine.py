@@ -63,7 +63,7 @@ class Exchange(ExchangeTasks):
         self.overlap_tokens = 0
         """Tokens of the inner steps that go on while a contribution is on its way."""
         self.behind = self.diverged = False
-        """Only a copy of the state helps: this peer is too far behind to fetch the missing commits, or has `diverged`: the
+        """Only a copy of the state helps: this peer is too far behind to fetch missing commits, or has `diverged`: the
         next version was made on another state than ours."""
         self._on_reason = on_reason
         self.lane = Lane(terms.lane, link, loop)
