@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from diloco.transport.pace import MAX_FIRST_BYTES, MIN_UNDER_WAY_BYTES, QUEUE_S, UnderWay
+from diloco.transport.pace import MAX_FIRST_BYTES, MIN_UNDER_WAY_BYTES, QUEUE_S, SAMPLE_S, UnderWay
 
 MESSAGE_BYTES = 1 << 16
 REPORT_S = 0.02
@@ -68,7 +68,7 @@ class Link:
 def test_streams_fill_a_link_and_nothing_waits_long_behind_them(streams: int, mbit: float, way_s: float) -> None:
     rate = mbit * 1e6 / 8
     link = Link([(0.0, rate)], way_s, *(UnderWay(2 * MESSAGE_BYTES) for _ in range(streams)))
-    began_s = 12 * (way_s + REPORT_S)
+    began_s = 14 * (way_s + REPORT_S)
     link.run(began_s + 5.0)
     end_s = link.waits[-1][0]
     most_s = QUEUE_S + REPORT_S + streams * MESSAGE_BYTES / rate
@@ -114,6 +114,15 @@ def test_what_has_no_more_to_send_is_not_taken_for_slow_and_may_grow() -> None:
     assert way.limit_bytes == grown
     assert way.anew().limit_bytes == MAX_FIRST_BYTES  # it may have become slow since
     assert UnderWay(MIN_UNDER_WAY_BYTES).anew().limit_bytes == MIN_UNDER_WAY_BYTES
+
+
+def test_the_bound_does_not_grow_beyond_what_is_under_way() -> None:
+    """A network of this machine, where other buffers are full first."""
+    way = UnderWay(2 * MESSAGE_BYTES)
+    for index in range(1, 10_000):
+        way.sent(MESSAGE_BYTES, index / 1000)
+        way.took(index * MESSAGE_BYTES, 0.0, index / 1000 + 0.001)
+    assert way.limit_bytes <= MESSAGE_BYTES / SAMPLE_S
 
 
 def test_one_message_may_always_be_under_way() -> None:

@@ -118,7 +118,7 @@ class UnderWay:
     from the moment when the last bytes in it were sent, divided by that time (a delivery rate as in BBR, Cardwell et
     al. 2016), or by SAMPLE_S: so bytes that come in bursts do not look fast. Streams that share a link have shares of
     its rate, so that all together keep it full, and hold up what comes behind them by QUEUE_S. As long as reports come
-    back as if nothing waited, the bound grows by what was taken, as in TCP's slow start.
+    back as if nothing waited, what was under way may grow by what was taken, as in TCP's slow start.
 
     Args:
         limit_bytes: bound at the beginning, before anything is measured.
@@ -167,7 +167,7 @@ class UnderWay:
             last = self._sent.popleft()
         if last is None:
             return
-        _, before_bytes, sent_at_s = last
+        sent_bytes, before_bytes, sent_at_s = last
         took_s = now_s - sent_at_s
         self._way_s = min(self._way_s, took_s)
         rate = (taken_bytes - before_bytes) / max(took_s, SAMPLE_S)
@@ -175,8 +175,9 @@ class UnderWay:
         within_s = way_s + QUEUE_S
         if fed_since_s <= sent_at_s or rate * within_s > self.limit_bytes:  # else it had no more to take
             self._rates.append(rate)
-            grown_bytes = self.limit_bytes + newly_bytes if took_s <= way_s + QUEUE_S / 2 else MIN_UNDER_WAY_BYTES
-            self.limit_bytes = max(int(max(self._rates) * within_s), grown_bytes)
+            waited = took_s > way_s + QUEUE_S / 2
+            grown_bytes = MIN_UNDER_WAY_BYTES if waited else sent_bytes - before_bytes + newly_bytes
+            self.limit_bytes = max(int(max(self._rates) * within_s), grown_bytes, MIN_UNDER_WAY_BYTES)
 
 
 AHEAD_BYTES = 1 << 20
