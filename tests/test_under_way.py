@@ -97,10 +97,21 @@ def test_a_stream_that_begins_behind_others_knows_the_way_without_them() -> None
     before.sent(MESSAGE_BYTES, 0.0)
     before.took(MESSAGE_BYTES, 0.0, 0.1)
     way = before.anew()
-    for index in range(1, 20):  # each message waits for 1.5 s behind those of other streams
+    for index in range(1, 5):  # each message waits for 1.5 s behind those of other streams
         way.sent(way.limit_bytes, 2.0 * index)
         way.took(way.taken_bytes + way.bytes, 0.0, 2.0 * index + 1.5)
+        way = way.anew()  # so does the next stream
     assert way.limit_bytes == MIN_UNDER_WAY_BYTES
+
+
+@pytest.mark.parametrize("way_s", [0.3, 0.6])
+def test_a_way_that_becomes_longer_is_found(way_s: float) -> None:
+    rate = 12.5e6
+    first = UnderWay(2 * MESSAGE_BYTES)
+    Link([(0.0, rate)], 0.01, first).run(5.0)
+    link = Link([(0.0, rate)], way_s, first.anew())
+    link.run(40.0)
+    assert link.taken_bytes >= 0.5 * rate * 40.0
 
 
 def test_what_has_no_more_to_send_is_not_taken_for_slow_and_may_grow() -> None:
@@ -117,7 +128,7 @@ def test_what_has_no_more_to_send_is_not_taken_for_slow_and_may_grow() -> None:
 
 
 def test_the_bound_does_not_grow_beyond_what_is_under_way() -> None:
-    """A network of this machine, where other buffers are full first."""
+    """As on the network of one machine, where other buffers are full first."""
     way = UnderWay(2 * MESSAGE_BYTES)
     for index in range(1, 10_000):
         way.sent(MESSAGE_BYTES, index / 1000)

@@ -106,7 +106,9 @@ MAX_FIRST_BYTES = 1 << 19
 """Most that may be under way when a stream begins: the network may have become slow since the last one. At 1 Mb/s it
 takes 4 s."""
 SAMPLES = 8
-"""Reports of a receiver of which the fastest counts: that of a busy one comes late."""
+"""Reports of a receiver of which the fastest counts, for a rate and for a new way: that of a busy one comes late."""
+AS_LONG = 0.8
+"""Share of a time that counts as no shorter, where the bytes under way are half."""
 SAMPLE_S = QUEUE_S / 2
 """Least time over which a rate is measured: shapers let 64 KB pass at once after a pause."""
 
@@ -114,26 +116,31 @@ SAMPLE_S = QUEUE_S / 2
 class UnderWay:
     """Bound on the bytes of one stream that were sent, and that its receiver has not reported as taken.
 
-    It is the stream's rate times QUEUE_S and the time of the way itself. The rate of a report is what the receiver took
-    from the moment when the last bytes in it were sent, divided by that time (a delivery rate as in BBR, Cardwell et
-    al. 2016), or by SAMPLE_S: so bytes that come in bursts do not look fast. Streams that share a link have shares of
-    its rate, so that all together keep it full, and hold up what comes behind them by QUEUE_S. As long as reports come
-    back as if nothing waited, what was under way may grow by what was taken, as in TCP's slow start.
+    It is the stream's rate times the sum of QUEUE_S and the time of the way itself. The rate of a report is what the
+    receiver took from the moment when the last bytes in it were sent, divided by that time (a delivery rate as in BBR,
+    Cardwell et al. 2016), or by SAMPLE_S: so bytes that come in bursts do not look fast. Streams that share a link have
+    shares of its rate, so that all together keep it full, and hold up what comes behind them by QUEUE_S. As long as
+    reports come back as if nothing waited, what was under way may grow by what was taken, as in TCP's slow start.
+
+    The way is the least time from sending to report. Where half as much is under way and reports still take as long,
+    they do not wait for this stream's bytes: the way became longer, and is measured anew.
 
     Args:
         limit_bytes: bound at the beginning, before anything is measured.
-        known_way_s: least time from sending to report of the stream before. One that begins behind others sees none
-            without their queue, and would add its own to it.
+        way_s: time of the way, as the stream before knew it. One that begins behind others sees none without their
+            queue, and would add its own to it.
     """
 
-    def __init__(self, limit_bytes: int, known_way_s: float = math.inf) -> None:
+    def __init__(self, limit_bytes: int, way_s: float = math.inf) -> None:
         self.limit_bytes = limit_bytes
-        self._known_way_s = known_way_s
+        self._way_s = way_s
+        self._took_s: deque[float] = deque(maxlen=SAMPLES)
+        """Times from sending to report."""
+        self._longer: tuple[int, float] | None = None
+        """Bytes under way, and the least time of the latest reports, since these take longer than the bound allows."""
         self._sent_bytes = self.taken_bytes = 0
         self._sent: deque[tuple[int, int, float]] = deque()
         """By message: bytes sent with it, bytes taken before it, and when it was sent."""
-        self._way_s = math.inf
-        """Least time from sending to report."""
         self._rates: deque[float] = deque(maxlen=SAMPLES)
         """Bytes per second."""
 
@@ -169,15 +176,26 @@ class UnderWay:
             return
         sent_bytes, before_bytes, sent_at_s = last
         took_s = now_s - sent_at_s
+        self._took_s.append(took_s)
         self._way_s = min(self._way_s, took_s)
-        rate = (taken_bytes - before_bytes) / max(took_s, SAMPLE_S)
-        way_s = min(self._way_s, self._known_way_s)
-        within_s = way_s + QUEUE_S
+        self._look(sent_bytes - before_bytes, min(self._took_s))
+        rate, within_s = (taken_bytes - before_bytes) / max(took_s, SAMPLE_S), self._way_s + QUEUE_S
         if fed_since_s <= sent_at_s or rate * within_s > self.limit_bytes:  # else it had no more to take
             self._rates.append(rate)
-            waited = took_s > way_s + QUEUE_S / 2
+            waited = took_s > self._way_s + QUEUE_S / 2
             grown_bytes = MIN_UNDER_WAY_BYTES if waited else sent_bytes - before_bytes + newly_bytes
             self.limit_bytes = max(int(max(self._rates) * within_s), grown_bytes, MIN_UNDER_WAY_BYTES)
+
+    def _look(self, under_way_bytes: int, took_s: float) -> None:
+        """Look whether the way became longer: whether less of the stream's bytes under way made no report quicker."""
+        if len(self._took_s) < SAMPLES or took_s <= self._way_s + QUEUE_S:
+            self._longer = None
+        elif self._longer is None:
+            self._longer = under_way_bytes, took_s
+        elif 2 * under_way_bytes <= self._longer[0]:
+            if took_s > AS_LONG * self._longer[1]:
+                self._way_s = took_s
+            self._longer = None
 
 
 AHEAD_BYTES = 1 << 20

@@ -137,7 +137,7 @@ class SimulatedEndings:
 
 
 def _wants_state(host: SimulatedProcess) -> bool:
-    """Whether a simulated peer has no state, or one that only a copy of another's helps."""
+    """Whether a simulated peer has no state to give: none at all, or one that is too old or wrong."""
     exchange = host.exchange
     return isinstance(exchange, Exchange) and (exchange.behind or exchange.archive.state is None)
 
