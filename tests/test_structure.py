@@ -438,12 +438,16 @@ def test_no_help_loads_torch() -> None:
 
 
 def test_help_is_quick() -> None:
-    """Best of three in CPU time: wall time would measure the neighbours on a busy machine."""
-    assert min(help_cpu_s() for _ in range(3)) < 0.3
+    """Beside the library that prints it, in CPU time: machines differ, and are busy."""
+    help_s, typer_s = [], []
+    for _ in range(3):
+        help_s.append(cpu_s("-m", "diloco", "--help"))
+        typer_s.append(cpu_s("-c", "import typer.rich_utils"))
+    assert min(help_s) < 2 * min(typer_s)
 
 
-def help_cpu_s() -> float:
+def cpu_s(*arguments: str) -> float:
+    """CPU seconds of a Python that does this."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    run = subprocess.run([sys.executable, "-m", "diloco", "--help"], cwd=ROOT, check=True, capture_output=True)
-    assert b"Usage" in run.stdout
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True)
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
