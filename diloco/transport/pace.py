@@ -183,7 +183,7 @@ class UnderWay:
         if fed_since_s <= sent_at_s or rate * within_s > self.limit_bytes:  # else it had no more to take
             self._rates.append(rate)
             waited = took_s > self._way_s + QUEUE_S / 2
-            grown_bytes = MIN_UNDER_WAY_BYTES if waited else sent_bytes - before_bytes + newly_bytes
+            grown_bytes = 0 if waited else sent_bytes - before_bytes + newly_bytes
             self.limit_bytes = max(int(max(self._rates) * within_s), grown_bytes, MIN_UNDER_WAY_BYTES)
 
     def _look(self, under_way_bytes: int, took_s: float) -> None:
