@@ -441,13 +441,14 @@ def test_help_is_quick() -> None:
     """Beside the library that prints it, in CPU time: machines differ, and are busy."""
     help_s, typer_s = [], []
     for _ in range(3):
-        help_s.append(cpu_s("-m", "diloco", "--help"))
+        help_s.append(cpu_s("-m", "diloco", "--help", says=b"Usage"))
         typer_s.append(cpu_s("-c", "import typer.rich_utils"))
     assert min(help_s) < 2 * min(typer_s)
 
 
-def cpu_s(*arguments: str) -> float:
-    """CPU seconds of a Python that does this."""
+def cpu_s(*arguments: str, says: bytes = b"") -> float:
+    """CPU seconds of a Python that does and prints this."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True)
+    run = subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, capture_output=True)
+    assert says in run.stdout
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
