@@ -226,17 +226,33 @@ def test_the_same_state_is_not_copied(state: OuterState) -> None:
     asyncio.run(scenario())
 
 
-def test_who_diverged_is_not_helped_by_the_state_that_it_holds(state: OuterState) -> None:
+def test_a_state_that_the_run_did_not_go_on_from_is_of_no_use(state: OuterState) -> None:
+    """Nor to a joiner, to who stands on that state, or to who stands on a third one."""
+
     async def scenario() -> None:
-        members = Members(Holder(state), Holder(state), Holder(step(state, 0)))
+        right, wrong, third = step(state, 0), step(state, 1), step(step(start(3), 0), 1)
+        backlog = Backlog(2, STATE_BYTES)
+        backlog.add(Closed(replace(commit(right.version + 1, ()), state_digest=right.digest), ()), None)
+        members = Members(Holder(wrong), Holder(wrong), Holder(right))
         link, asked, fixed = members.network.link(0.5), lambda: list(members.holders), (LAYOUT, OPTIMIZER, 0.5)
-        copied, _ = await download(link, asked, state, *fixed, apart=True)
-        assert copied.version == state.version + 1  # though most offer the other
+        for local in (start(2), wrong, third):
+            copied, _ = await download(link, asked, local, *fixed, state_of=backlog.state_of)
+            assert copied.digest == right.digest  # though most offer the other
         del members.holders["member:2"]
         with pytest.raises(StateError, match="none of 2 members"):
-            await download(link, asked, state, *fixed, apart=True)
+            await download(link, asked, wrong, *fixed, state_of=backlog.state_of)
 
     asyncio.run(scenario())
+
+
+def test_the_state_of_a_version_is_the_one_that_the_next_was_made_on() -> None:
+    backlog = Backlog(4, STATE_BYTES)
+    backlog.add(Closed(replace(commit(7, ()), state_digest="of 6"), ()), None)
+    backlog.add(
+        Closed(replace(commit(7, ()), fragment=-1, state_digest="of 7, from which a lineage goes on"), ()), None
+    )
+    backlog.add(Closed(replace(commit(8, ()), state_digest="of 7"), ()), None)
+    assert [backlog.state_of(version) for version in (5, 6, 7, 8)] == ["", "of 6", "of 7", ""]
 
 
 def test_a_member_that_spoils_chunks_is_left_out(state: OuterState) -> None:

@@ -89,6 +89,11 @@ class Backlog:
         """Whether the backlog keeps the version after `version`, and so all after it."""
         return any(closed.commit.version == version + 1 for closed in self._closed)
 
+    def state_of(self, version: int) -> str:
+        """Digest of the state of `version` on which the backlog's next version was made; empty: it is not kept."""
+        after = (closed.commit for closed in self._closed if closed.commit.version == version + 1)
+        return next((commit.state_digest for commit in after if commit.fragment >= 0), "")
+
     def means(self) -> set[str]:
         """Digests of the means that the backlog keeps."""
         return {closed.commit.mean_digest for closed in self._closed}

@@ -62,9 +62,9 @@ class Exchange(ExchangeTasks):
         self.directory: tuple[str, ...] = ()
         self.overlap_tokens = 0
         """Tokens of the inner steps that go on while a contribution is on its way."""
-        self.behind = self.diverged = False
-        """Only a copy of the state helps: this peer is too far behind to fetch missing commits, or has `diverged`: the
-        next version was made on another state than ours."""
+        self.behind = False
+        """Only a copy of the state helps: this peer is too far behind to fetch missing commits, or the next version was
+        made on another state than ours."""
         self._on_reason = on_reason
         self.lane = Lane(terms.lane, link, loop)
         self.lane.head = self
@@ -201,11 +201,11 @@ class Exchange(ExchangeTasks):
         async with self._copying:  # one that was given up takes a moment to end: what it then drops is not ours
             for lane in others:
                 lane.post(Lane.begin_copy)
-            oldest = self.archive.backlog.copying_from = self.archive.backlog.leads_from
-            patient, apart = self.archive.state is None, self.diverged  # patient: nobody trains on meanwhile
-            how = (terms.stall_s, progress, lambda: self.machine.lineage, commit, oldest, patient, apart, elsewhere)
+            known, patient = self.archive.backlog, self.archive.state is None  # patient: nobody trains on meanwhile
+            oldest = known.copying_from = known.leads_from
+            how = (terms.stall_s, progress, lambda: self.machine.lineage, commit, oldest, patient, known.state_of)
             try:
-                state, offer = await download(self.link, asked, local, terms.layout, terms.optimizer, *how)
+                state, offer = await download(self.link, asked, local, terms.layout, terms.optimizer, *how, elsewhere)
             except BaseException:  # it may have been cancelled
                 filling = False
                 for lane in others:
@@ -213,7 +213,7 @@ class Exchange(ExchangeTasks):
                 raise
             for lane in others:
                 lane.post(Lane.end_copy, offer.version, offer.steps)
-            self.behind, self.diverged, self._resync_from = False, False, []
+            self.behind, self._resync_from = False, []
             return state, offer
 
     def alive(self) -> Future[list[Member]]:
@@ -473,7 +473,7 @@ class Exchange(ExchangeTasks):
         for lane in self.lanes.others:
             lane.post(Lane.close_for_follower, commit, number)
         if not self.machine.me.witness and self.archive.close(Closed(commit, closed.parts)):
-            self.behind, self.diverged = False, False  # there is nothing to copy
+            self.behind = False  # there is nothing to copy
         passed, closes = self.untaken.add(closed, self.behind)
         if passed is not None:
             self.behind = True
@@ -492,7 +492,7 @@ class Exchange(ExchangeTasks):
         self.lanes.each(Lane.take, None)
         self.untaken.clear()
         self._resync_from = [source]
-        self.behind, self.diverged = True, False
+        self.behind = True
 
     async def _catch_up(self, source: Member) -> None:
         if not await self._fetcher.commits(source):

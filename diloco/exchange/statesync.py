@@ -58,7 +58,7 @@ async def download(
     commit: Commit | None = None,
     oldest: int = 0,
     patient: bool = False,
-    apart: bool = False,
+    state_of: Callable[[int], str] = lambda version: "",
     elsewhere: Elsewhere | None = None,
 ) -> tuple[OuterState, StateOffer]:
     """A copy of the state that most of `sources` (addresses) offer, of that lineage if one is named. Raises StateError
@@ -68,8 +68,8 @@ async def download(
     distinguished from earlier ones by the version alone. `oldest`: from earlier versions than that, no commits are kept
     here that lead on; who is as far behind as we are may offer one. `patient`: there is nothing else to do, so members
     whose state is on its way are asked again for as long as it takes, and those of another lineage as often as silent
-    ones. `apart`: the version after `local` was made on another state: who offers the same is of no use. Each pass goes
-    by the sources and the lineage of its time.
+    ones. `state_of`: digest of the run's state of a version, if known: another one is of no use. Each pass goes by the
+    sources and the lineage of its time.
 
     Chunks that `local` holds already are not copied; peers that start a run together, from one seed and on like
     machines, have them all. `progress` is called with (bytes here, bytes in all). Ends by itself when nothing arrives;
@@ -77,8 +77,7 @@ async def download(
     """
 
     def useless(offer: StateOffer) -> str:
-        same = apart and offer.digest == local_digest
-        return "its state is ours, and the run's another" if same else why_useless(offer, lineage(), commit, oldest)
+        return why_useless(offer, lineage(), commit, oldest, state_of(offer.version))
 
     local_digest = await asyncio.to_thread(lambda: local.digest)
     copy: _StateCopy | None = None
@@ -150,11 +149,13 @@ async def _best_offer(
     return (offer, manifest, holders), coming
 
 
-def why_useless(offer: StateOffer, lineage: str, commit: Commit | None, oldest: int = 0) -> str:
+def why_useless(offer: StateOffer, lineage: str, commit: Commit | None, oldest: int = 0, digest: str = "") -> str:
     """Reason why a peer at `commit`, bound for `lineage` (if named), cannot copy an offered state; empty: it can.
 
-    `oldest`: see `download`.
+    `oldest`: see `download`. `digest`: of the run's state of that version, if it is known.
     """
+    if digest and offer.digest != digest:
+        return f"its state of version {offer.version} is not the one that the run went on from"
     if offer.commit is None:
         return ""
     if lineage and offer.commit.lineage != lineage:

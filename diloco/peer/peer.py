@@ -334,7 +334,7 @@ class Peer:
         """Handle a version made on another state than this peer's."""
         if error.uncounted:
             self.withdraw()
-        self.exchange.behind = self.exchange.diverged = True
+        self.exchange.behind = True
         yield from self.copy_again(str(error))
 
     def copy_again(self, why: str) -> Life[None]:

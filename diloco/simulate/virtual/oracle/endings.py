@@ -118,12 +118,17 @@ class SimulatedEndings:
         return self._disturbed(process.name, self._beginnings[process.life].at_s)
 
     def uncopied(self, process: SimulatedProcess) -> bool:
-        """All who had a state died, or were disturbed, while it wanted a copy; or it was itself. Who wants a copy, too,
-        has none."""
+        """All who had a state were disturbed while it wanted a copy, or it was itself. Who wants a copy, too, has none:
+        where all do, one that had a state has ended, or somebody was disturbed before."""
         since_s = max(self._beginnings[process.life].at_s, self.world.now - self.world.setup.site.timeouts.join_s)
-        living = [host for host in self.world.living() if host is not process and host.up and not host.witness]
-        givers = [host for host in living if self._beginnings[host.life].at_s < since_s and not _wants_state(host)]
-        return self._disturbed(process.name, since_s) or all(self._disturbed(host.name, since_s) for host in givers)
+        if self._disturbed(process.name, since_s):
+            return True
+        others = [one for one in self.world.machines.processes() if one is not process and one.up and not one.witness]
+        having = [one for one in others if self._beginnings[one.life].at_s < since_s and not _wants_state(one)]
+        givers = [one for one in having if one.alive]
+        if givers:
+            return all(self._disturbed(one.name, since_s) for one in givers)
+        return bool(having) or any(self._disturbed(one.name, 0.0) for one in others)
 
     def _disturbed(self, name: str, since_s: float) -> bool:
         """Whether a fault of the plan concerned this peer since then."""
