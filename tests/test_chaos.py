@@ -19,7 +19,7 @@ from diloco.simulate.chaos.absence import AbsenceScale, run_absences
 from diloco.simulate.chaos.drill import DrillOptions, run_drill
 from diloco.simulate.chaos.fleet import ChaosLife, SeenVersion
 from diloco.simulate.chaos.network import ChaosNetwork, Rule
-from diloco.simulate.chaos.verdict import DrillFault, by_kind, throughput
+from diloco.simulate.chaos.verdict import DrillFault, by_kind, has_rate, throughput
 from diloco.simulate.local.processes import SimulationProcess
 from tests.peers import DEADLINE_S
 
@@ -258,6 +258,16 @@ def test_a_death_takes_what_was_not_committed_and_no_more(told: Story) -> None:
 def test_what_survivors_lose_shows(told: Story) -> None:
     told.version(6, "ab")  # in 20 s instead of 10
     assert told.share()["throughput_share"] == pytest.approx(2 / 3, abs=1e-4)
+
+
+def test_the_quiet_part_lasts_for_two_versions(tmp_path: Path) -> None:
+    """One has no duration: on a slow machine the rate was divided by it."""
+    told = Story(tmp_path)
+    assert not has_rate([told.a, told.b])
+    told.version(1, "ab")
+    assert not has_rate([told.a, told.b])
+    told.version(2, "ab")
+    assert has_rate([told.a, told.b])
 
 
 def test_recovery_by_kind() -> None:

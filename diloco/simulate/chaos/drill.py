@@ -19,7 +19,7 @@ from diloco.base.clock import monotonic_s, unix_s
 from diloco.base.errors import DilocoError, UsageError
 from diloco.simulate.chaos.fleet import POLL_S, ChaosFleet, ChaosLife, empty_folder
 from diloco.simulate.chaos.network import ChaosNetwork, Rule
-from diloco.simulate.chaos.verdict import DrillFault, verdict
+from diloco.simulate.chaos.verdict import DrillFault, has_rate, verdict
 
 TOGETHER_S = 90.0
 """After the last fault is mended: until one version counts everybody."""
@@ -38,7 +38,7 @@ class DrillOptions:
     peers: int = 8
     minutes: float = 25.0
     quiet_s: float = 60.0
-    """Without faults, to begin with."""
+    """Without faults, to begin with; longer where two versions take longer."""
     seed: int = 0
     step_s: float = 0.3
     """Time of an inner step, so that the machine's cores are not what limits the peers."""
@@ -139,8 +139,9 @@ class ChaosDrill:
             self.fleet.join(name, founder)
         self.fleet.until(lambda: all(life.counted for life in self.fleet.lives), "a version counts everybody", 180.0)
         self.say(f"{len(names)} peers are together")
-        self.quiet_until_s = unix_s() + self.options.quiet_s
         self._live_until(monotonic_s() + self.options.quiet_s)
+        self.fleet.until(lambda: has_rate(self.fleet.lives), "two versions without faults", 180.0)
+        self.quiet_until_s = unix_s()
         end_s = monotonic_s() + 60.0 * self.options.minutes
         self._after(0.0, self._next_fault)
         self._live_until(end_s)
