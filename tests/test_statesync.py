@@ -18,11 +18,11 @@ import torch
 import diloco.outer.optimizers
 import diloco.outer.state
 from diloco.base.errors import StateError
-from diloco.base.types import Closed, Commit
+from diloco.base.types import Closed, Commit, Counted
 from diloco.config.contract import OuterSection
 from diloco.config.site import NetworkSection, Site
 from diloco.exchange import statesync
-from diloco.exchange.archive import MAX_SNAPSHOTS, UNREAD_STALLS, Backlog, Snapshots, make_offer
+from diloco.exchange.archive import MAX_SNAPSHOTS, UNREAD_STALLS, Backlog, Snapshots, Untaken, make_offer
 from diloco.exchange.service import ExchangeService
 from diloco.exchange.statesync import MAX_FRUITLESS_PASSES, PAUSE_S, STRIPE_BYTES, download, why_useless
 from diloco.outer.fragments import Layout
@@ -253,6 +253,22 @@ def test_the_state_of_a_version_is_the_one_that_the_next_was_made_on() -> None:
     )
     backlog.add(Closed(replace(commit(8, ()), state_digest="of 7"), ()), None)
     assert [backlog.state_of(version) for version in (5, 6, 7, 8)] == ["", "of 6", "of 7", ""]
+
+
+def test_a_version_of_both_lineages_that_counts_us_is_known_when_ours_ends() -> None:
+    """One after they parted is of no meaning to the lineage that goes on."""
+    ours = Counted("a", 0, 1, 8, 1)
+    first, second, third = (
+        Closed(replace(commit(number, ()), tokens=10 * number, counted=counted), ())
+        for number, counted in ((1, ()), (2, (ours,)), (3, (ours,)))
+    )
+    for shared_tokens, passed in ((30, second), (20, second), (19, None), (0, None)):
+        untaken = Untaken("a", Backlog(4, STATE_BYTES), witness=True)
+        for closed in (first, second, third):
+            untaken.add(closed, behind=False)
+        untaken.clear(shared_tokens)
+        assert not untaken.take()
+        assert untaken.passed == (passed.commit if passed else None)
 
 
 def test_a_member_that_spoils_chunks_is_left_out(state: OuterState) -> None:

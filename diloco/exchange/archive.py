@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -160,8 +161,8 @@ class Untaken:
             news, self._news = self._news, None
             return None if kept else first, news
 
-    def _pass_over(self) -> None:
-        commits = [closed.commit for closed in self._closed]
+    def _pass_over(self, most_tokens: float = math.inf) -> None:
+        commits = [closed.commit for closed in self._closed if closed.commit.tokens <= most_tokens]
         self._closed.clear()
         if self.passed is None:
             self.passed = next((c for c in commits if any(entry.peer == self._peer for entry in c.counted)), None)
@@ -180,10 +181,11 @@ class Untaken:
                 self._backlog.copying_from = None
             return [closed.commit for closed in self._closed], missing
 
-    def clear(self) -> None:
-        """Forget all versions: they belong to a lineage that ended."""
+    def clear(self, shared_tokens: int) -> None:
+        """Pass over all versions: they belong to a lineage that ended. Those of up to `shared_tokens` belong to the one
+        that goes on, too, and may count this peer."""
         with self._changed:
-            self._closed.clear()
+            self._pass_over(shared_tokens)
 
 
 class Snapshots:

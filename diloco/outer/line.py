@@ -25,6 +25,7 @@ from diloco.outer.fragments import Fragment, Layout, Weights
 from diloco.outer.merge import Carry, carry, carry_fragment
 from diloco.outer.pseudograd import left_over
 from diloco.outer.state import FragmentState, OuterOptimizer, OuterState
+from diloco.protocol.messages import Fork
 
 if TYPE_CHECKING:
     from diloco.config.contract import Contract
@@ -333,18 +334,27 @@ class Adoption:
         return 0 if self.mine is not None else self.given_up
 
 
-def adoption(line: Line, commit: Commit | None) -> Adoption:
-    """Fate of the line's progress and contribution if it adopts the copied outer state of `commit`. Rank 0."""
+def adoption(line: Line, commit: Commit | None, forks: Sequence[Fork] = ()) -> Adoption:
+    """Fate of the line's progress and contribution if it adopts the copied outer state of `commit`. Rank 0.
+
+    `forks`: lineages that led to that of `commit`.
+    """
     stays = commit is not None and commit == line.commit
     if stays or line.sent is None:
         return Adoption(commit, stays, None, 0)
     sent, passed = line.sent.contribution, line.sent.passed
     mine = Counted(line.peer, sent.base_version, sent.weight, sent.tokens, sent.blocks)
-    # A version that leads to the state may count it: its own, or one of its lineage that we could not apply.
+    # A version that leads to the state may count it: its own, or one that we could not apply.
     counts = commit is not None and (
-        mine in commit.counted or (passed is not None and passed.lineage == commit.lineage and mine in passed.counted)
+        mine in commit.counted or (passed is not None and _leads_to(passed, commit, forks) and mine in passed.counted)
     )
     return Adoption(commit, stays, mine if counts else None, sent.tokens)
+
+
+def _leads_to(passed: Commit, commit: Commit, forks: Sequence[Fork]) -> bool:
+    """Whether a version that closed here before `commit` is of its lineage, or of one before that parted later."""
+    earlier = any(fork.lineage == passed.lineage and passed.tokens <= fork.tokens for fork in forks)
+    return earlier or passed.lineage == commit.lineage
 
 
 def book_adoption(line: Line, adoption: Adoption) -> None:

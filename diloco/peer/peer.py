@@ -237,7 +237,7 @@ class Peer:
         line, before = self.line, self.line.commit
         if line.sent is not None:
             line.sent = replace(line.sent, passed=line.sent.passed or self.exchange.untaken.passed)
-        taken = adoption(line, offer.commit)
+        taken = adoption(line, offer.commit, self.exchange.machine.forks)
         steps = tuple(fragment.steps for fragment in state.fragments)
         yield from self.do(Adopt(state.version, steps, taken.stays), state)
         book_adoption(line, taken)

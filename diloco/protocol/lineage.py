@@ -142,11 +142,12 @@ class Lineage:
         others = (*beat.forks, m.Fork(envelope.lineage, beat.committed_tokens))
         if goes_on(mine, others):
             return
-        discarded = max(mine[-1].tokens - parted_at(mine, others), 0) if commit is not None else 0
+        shared = parted_at(mine, others)
+        discarded = max(mine[-1].tokens - shared, 0) if commit is not None else 0
         tokens = f"{discarded:,} tokens of ours are void"
         self._post.note(f"lineage {envelope.lineage} has more tokens and goes on; {tokens}")
         self._post.leave_lineage(envelope.lineage, beat.forks, others)
-        self._post.emit(m.Resync(envelope.sender, discarded))
+        self._post.emit(m.Resync(envelope.sender, discarded, shared))
 
     # ------------------------------------------------------------ moving on
 

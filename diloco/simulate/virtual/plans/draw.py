@@ -212,7 +212,8 @@ def _over_slow_links(dice: Random, plan: FaultPlan) -> FaultPlan:
         return plan
     rates = [dice.choice(SLOW_LINKS_MBIT) for _ in range(plan.peers)]
     rates[dice.randrange(plan.peers)] = SLOW_LINKS_MBIT[-1]
-    round_s = plan.round_s if plan.speeds else max(plan.round_s, SLOW_ROUND_S)
+    fastest = max(plan.speed(index) for index in range(plan.peers))
+    round_s = max(plan.round_s, SLOW_ROUND_S * fastest)
     calm_s = plan.calm_s + 8 * SLOW_ROUND_S
     return replace(plan, bandwidth="+".join(rates), codec="fp32", round_s=round_s, calm_s=calm_s)
 
