@@ -52,7 +52,7 @@ pytestmark = pytest.mark.no_cover  # which makes a simulation nearly twice as sl
 PLANS = sorted((ROOT / "tests" / "plans").glob("*.txt"))
 KNOWN = {"seed-7003563": "I7", "seed-8079071": "I7"}
 """Plans that break an invariant until heirs are gone."""
-SEEDS, PER_TEST = 40, 10
+SEEDS, PER_TEST = 20, 10
 slow = pytest.mark.slow(queued=False)
 NOTICED_WITHIN = {
     "no-majority": 5,
