@@ -263,11 +263,11 @@ def test_what_survivors_lose_shows(told: Story) -> None:
 def test_the_quiet_part_lasts_for_two_versions(tmp_path: Path) -> None:
     """One has no duration: on a slow machine the rate was divided by it."""
     told = Story(tmp_path)
-    assert not has_rate([told.a, told.b])
+    assert not has_rate([told.a, told.b], 2)
     told.version(1, "ab")
-    assert not has_rate([told.a, told.b])
+    assert not has_rate([told.a, told.b], 2)
     told.version(2, "ab")
-    assert has_rate([told.a, told.b])
+    assert has_rate([told.a, told.b], 2)
 
 
 def test_recovery_by_kind() -> None:

@@ -164,7 +164,7 @@ def test_who_has_left_its_lineage_names_the_member_whose_state_it_is_to_copy(wor
 
     def hello() -> tuple[Member, ...]:
         exchange.machine._leave_lineage("that goes on", (), ())
-        exchange._perform([Resync(source, 0, 0)])
+        exchange._perform([Resync(source, 0)])
         return ExchangeService(exchange).on_hello().members
 
     assert world.ask(hello)[:2] == (exchange.me, source)

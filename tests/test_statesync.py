@@ -26,10 +26,11 @@ from diloco.exchange.archive import MAX_SNAPSHOTS, UNREAD_STALLS, Backlog, Snaps
 from diloco.exchange.service import ExchangeService
 from diloco.exchange.statesync import MAX_FRUITLESS_PASSES, PAUSE_S, STRIPE_BYTES, download, why_useless
 from diloco.outer.fragments import Layout
+from diloco.outer.line import leads_to
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
 from diloco.peer.terms import serve_bps_of
-from diloco.protocol.messages import Reply
+from diloco.protocol.messages import Fork, Reply
 from diloco.protocol.streams import StateOffer
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.transport.grpc_link import GrpcLink
@@ -255,20 +256,19 @@ def test_the_state_of_a_version_is_the_one_that_the_next_was_made_on() -> None:
     assert [backlog.state_of(version) for version in (5, 6, 7, 8)] == ["", "of 6", "of 7", ""]
 
 
-def test_a_version_of_both_lineages_that_counts_us_is_known_when_ours_ends() -> None:
-    """One after they parted is of no meaning to the lineage that goes on."""
-    ours = Counted("a", 0, 1, 8, 1)
-    first, second, third = (
-        Closed(replace(commit(number, ()), tokens=10 * number, counted=counted), ())
-        for number, counted in ((1, ()), (2, (ours,)), (3, (ours,)))
-    )
-    for shared_tokens, passed in ((30, second), (20, second), (19, None), (0, None)):
-        untaken = Untaken("a", Backlog(4, STATE_BYTES), witness=True)
-        for closed in (first, second, third):
-            untaken.add(closed, behind=False)
-        untaken.clear(shared_tokens)
-        assert not untaken.take()
-        assert untaken.passed == (passed.commit if passed else None)
+def test_a_version_that_counts_us_is_known_when_our_lineage_ends() -> None:
+    """Whether it is of the lineage that goes on, too, is told by the forks that led to the copied state."""
+    ours, untaken = Counted("a", 0, 1, 8, 1), Untaken("a", Backlog(4, STATE_BYTES), witness=True)
+    first, second, third = (replace(commit(at, ()), tokens=10 * at, counted=(ours,) * (at > 1)) for at in (1, 2, 3))
+    for one in (first, second, third):
+        untaken.add(Closed(one, ()), behind=False)
+    untaken.pass_over()
+    assert not untaken.take()
+    assert untaken.passed == second
+    goes_on = replace(third, lineage="apart")
+    assert leads_to(second, third, ())
+    assert leads_to(second, goes_on, [Fork("lineage", 20)])
+    assert not leads_to(second, goes_on, [Fork("lineage", 19), Fork("another", 30)])
 
 
 def test_a_member_that_spoils_chunks_is_left_out(state: OuterState) -> None:

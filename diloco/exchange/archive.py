@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -161,8 +160,8 @@ class Untaken:
             news, self._news = self._news, None
             return None if kept else first, news
 
-    def _pass_over(self, most_tokens: float = math.inf) -> None:
-        commits = [closed.commit for closed in self._closed if closed.commit.tokens <= most_tokens]
+    def _pass_over(self) -> None:
+        commits = [closed.commit for closed in self._closed]
         self._closed.clear()
         if self.passed is None:
             self.passed = next((c for c in commits if any(entry.peer == self._peer for entry in c.counted)), None)
@@ -181,11 +180,11 @@ class Untaken:
                 self._backlog.copying_from = None
             return [closed.commit for closed in self._closed], missing
 
-    def clear(self, shared_tokens: int) -> None:
-        """Pass over all versions: they belong to a lineage that ended. Those of up to `shared_tokens` belong to the one
-        that goes on, too, and may count this peer."""
+    def pass_over(self) -> None:
+        """Apply none of them: they belong to a lineage that ended. The one that goes on may have some of them, too, which
+        count this peer: the forks of the copied state tell."""
         with self._changed:
-            self._pass_over(shared_tokens)
+            self._pass_over()
 
 
 class Snapshots:

@@ -355,8 +355,8 @@ class Exchange(ExchangeTasks):
                 case m.GiveUp(reason, exposed):
                     waiting, self._waiting = self._waiting, None
                     settle(waiting, Skip(reason, exposed))
-                case m.Resync():
-                    self._leave_lineage(effect)
+                case m.Resync(source, discarded_tokens):
+                    self._leave_lineage(source, discarded_tokens)
                 case m.Note(reason, routine):
                     self._on_reason(reason, routine)
 
@@ -484,14 +484,14 @@ class Exchange(ExchangeTasks):
         settle(outcome, None)
         self._spawn(self._notify_moved())
 
-    def _leave_lineage(self, resync: m.Resync) -> None:
-        """Another lineage goes on: drop the exchange's backlog and lane work, and closed versions not applied yet."""
-        self.void_tokens += resync.discarded_tokens
+    def _leave_lineage(self, source: Member, discarded_tokens: int) -> None:
+        """Another lineage goes on: drop the exchange's backlog and lane work, pass over versions not applied yet."""
+        self.void_tokens += discarded_tokens
         self.archive.backlog.clear()
         self.lanes.each(Lane.drop)
         self.lanes.each(Lane.take, None)
-        self.untaken.clear(resync.shared_tokens)
-        self._resync_from = [resync.source]
+        self.untaken.pass_over()
+        self._resync_from = [source]
         self.behind = True
 
     async def _catch_up(self, source: Member) -> None:

@@ -346,12 +346,12 @@ def adoption(line: Line, commit: Commit | None, forks: Sequence[Fork] = ()) -> A
     mine = Counted(line.peer, sent.base_version, sent.weight, sent.tokens, sent.blocks)
     # A version that leads to the state may count it: its own, or one that we could not apply.
     counts = commit is not None and (
-        mine in commit.counted or (passed is not None and _leads_to(passed, commit, forks) and mine in passed.counted)
+        mine in commit.counted or (passed is not None and leads_to(passed, commit, forks) and mine in passed.counted)
     )
     return Adoption(commit, stays, mine if counts else None, sent.tokens)
 
 
-def _leads_to(passed: Commit, commit: Commit, forks: Sequence[Fork]) -> bool:
+def leads_to(passed: Commit, commit: Commit, forks: Sequence[Fork]) -> bool:
     """Whether a version that closed here before `commit` is of its lineage, or of one before that parted later."""
     earlier = any(fork.lineage == passed.lineage and passed.tokens <= fork.tokens for fork in forks)
     return earlier or passed.lineage == commit.lineage

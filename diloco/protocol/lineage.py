@@ -142,12 +142,11 @@ class Lineage:
         others = (*beat.forks, m.Fork(envelope.lineage, beat.committed_tokens))
         if goes_on(mine, others):
             return
-        shared = parted_at(mine, others)
-        discarded = max(mine[-1].tokens - shared, 0) if commit is not None else 0
+        discarded = max(mine[-1].tokens - parted_at(mine, others), 0) if commit is not None else 0
         tokens = f"{discarded:,} tokens of ours are void"
         self._post.note(f"lineage {envelope.lineage} has more tokens and goes on; {tokens}")
         self._post.leave_lineage(envelope.lineage, beat.forks, others)
-        self._post.emit(m.Resync(envelope.sender, discarded, shared))
+        self._post.emit(m.Resync(envelope.sender, discarded))
 
     # ------------------------------------------------------------ moving on
 

@@ -459,8 +459,6 @@ class Resync:
     source: Member
     discarded_tokens: int
     """Tokens committed on this lineage since the two parted; they are void."""
-    shared_tokens: int
-    """Tokens committed before they parted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,7 @@ class Bench:
         """Note the slowest callbacks since the last phase, by process."""
         now_s = time.monotonic()
         slowest = {
-            who: sorted(process.new_lines(), key=lambda line: -busy_s(line, with_gc=False))[:5]
+            who: sorted(process.new_lines(), key=lambda line: -busy_s(line, with_gc=False))
             for who, process in self.processes.items()
         }
         self.phases[name] = {"seconds": round(now_s - self.began_s, 1), "limit_s": limit_s, "slowest": slowest}

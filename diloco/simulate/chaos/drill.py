@@ -140,7 +140,12 @@ class ChaosDrill:
         self.fleet.until(lambda: all(life.counted for life in self.fleet.lives), "a version counts everybody", 180.0)
         self.say(f"{len(names)} peers are together")
         self._live_until(monotonic_s() + self.options.quiet_s)
-        self.fleet.until(lambda: has_rate(self.fleet.lives), "two versions without faults", 180.0)
+        deadline_s = monotonic_s() + TOGETHER_S
+        while not has_rate(self.fleet.lives, len(names)):
+            if monotonic_s() > deadline_s:
+                raise DilocoError("no two versions without faults", f"see the logs below {self.options.directory}")
+            self._live()
+            time.sleep(POLL_S)
         self.quiet_until_s = unix_s()
         end_s = monotonic_s() + 60.0 * self.options.minutes
         self._after(0.0, self._next_fault)

@@ -97,19 +97,16 @@ def throughput(
     }
 
 
-def has_rate(lives: Sequence[ChaosLife]) -> bool:
-    """Whether the versions so far tell what a peer of the drill trains in a second: two of them have all as members."""
-    return len(_full(commits(lives))) > 1
+def has_rate(lives: Sequence[ChaosLife], peers: int) -> bool:
+    """Whether versions so far tell what a peer of the drill trains in a second: the last two have all as members."""
+    return [len(seen.members) for seen in commits(lives)[-2:]] == [peers, peers]
 
 
 def _rate(quiet: Sequence[SeenVersion]) -> float:
     """Tokens per second and peer in the drill's quiet part, from the first version that had all of them."""
-    full = _full(quiet)
-    return (full[-1].tokens - full[0].tokens) / (full[-1].at_s - full[0].at_s) / len(full[-1].members)
-
-
-def _full(quiet: Sequence[SeenVersion]) -> list[SeenVersion]:
-    return [seen for seen in quiet if len(seen.members) == len(quiet[-1].members)]
+    peers = len(quiet[-1].members)
+    full = [seen for seen in quiet if len(seen.members) == peers]
+    return (full[-1].tokens - full[0].tokens) / (full[-1].at_s - full[0].at_s) / peers
 
 
 def _present(life: ChaosLife, chain: Sequence[SeenVersion]) -> list[tuple[float, float]]:

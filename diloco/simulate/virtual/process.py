@@ -372,7 +372,7 @@ class SimulatedProcess:
                     invariants.on_closed(self, Closed(commit, parts))
                 case m.Send(_, m.Envelope(body=m.Goodbye())):
                     self.gone = True
-                case m.Resync(source, discarded_tokens, _):
+                case m.Resync(source, discarded_tokens):
                     invariants.on_resync(self, source, discarded_tokens)
         invariants.on_machine(self)
         invariants.reductions.on_effects(self, effects)

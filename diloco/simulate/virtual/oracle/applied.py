@@ -8,9 +8,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from diloco.base.life import Life
-from diloco.base.types import Blocks, Closed, Commit, Contribution, Skip
+from diloco.base.types import Blocks, Closed, Commit, Contribution, Member, Skip
 from diloco.outer.line import Diverged, Line
-from diloco.protocol.messages import Resync
 from diloco.simulate.virtual.oracle.copies import SimulatedCopies, founded_here
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.lanes import SimulatedLane
@@ -101,8 +100,8 @@ class SimulatedSteps:
             close(commit)
             self._check_untaken()
 
-        def on_leave_lineage(resync: Resync) -> None:
-            leave_lineage(resync)
+        def on_leave_lineage(source: Member, discarded_tokens: int) -> None:
+            leave_lineage(source, discarded_tokens)
             if exchange.untaken:
                 raise Violation("I8", f"{process.name} keeps versions of a lineage that ended, to apply them")
 

@@ -239,7 +239,8 @@ def _under_load(dice: Random, plan: FaultPlan) -> FaultPlan:
     if dice.random() < BACKLOG_SHARE:
         backlog = dice.choice(BACKLOGS)  # over slow links a state is copied for as long as the usual ones last
         kept = math.ceil(MIN_KEPT_S / plan.round_s)  # a joiner hears of a version with the next heartbeat
-        plan = replace(plan, backlog=max(backlog, plan.backlog if plan.round_s >= SLOW_ROUND_S else kept))
+        slow = plan.round_s >= SLOW_ROUND_S or SLOW_LINKS_MBIT[-1] in plan.bandwidth.split("+")
+        plan = replace(plan, backlog=max(backlog, plan.backlog if slow else kept))
     if dice.random() >= BUSY_SHARE:
         return plan
     at_s = dice.choice([*(fault.at_s for fault in plan.faults), FIRST_FAULT_S])
