@@ -181,7 +181,7 @@ class Untaken:
             return [closed.commit for closed in self._closed], missing
 
     def pass_over(self) -> None:
-        """Apply none of them: they belong to a lineage that ended. The one that goes on may have some of them, too, which
+        """Apply none of them: they belong to a lineage that ended. Some may belong to the one that goes on, too, and
         count this peer: the forks of the copied state tell."""
         with self._changed:
             self._pass_over()
