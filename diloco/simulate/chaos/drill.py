@@ -22,7 +22,7 @@ from diloco.simulate.chaos.network import ChaosNetwork, Rule
 from diloco.simulate.chaos.verdict import DrillFault, has_rate, verdict
 
 TOGETHER_S = 90.0
-"""After the last fault is mended: until one version counts everybody."""
+"""Without faults: until one version counts everybody, or two show what a peer trains in a second."""
 SAY_EVERY_S = 10.0
 SLOW_BYTES_PER_S = 100_000
 FLIPS = 0.02
@@ -140,12 +140,8 @@ class ChaosDrill:
         self.fleet.until(lambda: all(life.counted for life in self.fleet.lives), "a version counts everybody", 180.0)
         self.say(f"{len(names)} peers are together")
         self._live_until(monotonic_s() + self.options.quiet_s)
-        deadline_s = monotonic_s() + TOGETHER_S
-        while not has_rate(self.fleet.lives, len(names)):
-            if monotonic_s() > deadline_s:
-                raise DilocoError("no two versions without faults", f"see the logs below {self.options.directory}")
-            self._live()
-            time.sleep(POLL_S)
+        if not self._live_until(monotonic_s() + TOGETHER_S, lambda: has_rate(self.fleet.lives, len(names))):
+            raise DilocoError("no two versions without faults", f"see the logs below {self.options.directory}")
         self.quiet_until_s = unix_s()
         end_s = monotonic_s() + 60.0 * self.options.minutes
         self._after(0.0, self._next_fault)
@@ -159,10 +155,12 @@ class ChaosDrill:
 
     # ------------------------------------------------------------ time
 
-    def _live_until(self, end_s: float) -> None:
-        while monotonic_s() < end_s:
+    def _live_until(self, end_s: float, seen: Callable[[], bool] = lambda: False) -> bool:
+        """Let the drill go on until then, or until the condition holds. Returns whether it does."""
+        while not (holds := seen()) and monotonic_s() < end_s:
             self._live()
             time.sleep(POLL_S)
+        return holds
 
     def _live(self) -> None:
         """Act on faults that are due, read the drilled peers' events, and note which faults' victims are back."""
@@ -246,14 +244,10 @@ class ChaosDrill:
             last = [life.version for life in self.fleet.living()]
             return all(version is not None and version["own"] and version["time"] > mended_s for version in last)
 
-        deadline_s = monotonic_s() + TOGETHER_S
-        while not all_counted():
-            if monotonic_s() > deadline_s:
-                self.problems.append(f"not all peers were counted {TOGETHER_S:g} s after the last fault was mended")
-                return
-            self._live()
-            time.sleep(POLL_S)
-        self.say("all peers are together again")
+        if self._live_until(monotonic_s() + TOGETHER_S, all_counted):
+            self.say("all peers are together again")
+        else:
+            self.problems.append(f"not all peers were counted {TOGETHER_S:g} s after the last fault was mended")
 
     # ------------------------------------------------------------ what is done to them
 
