@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -53,20 +54,33 @@ def main() -> int:
     if options.peer:
         return peer(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench-loop: stopped"))
-    always: set[Long] = set()
-    for number in range(options.runs):
-        with tempfile.TemporaryDirectory() as scratch, ExitStack() as ending:
-            phases = Bench(Path(scratch), options.parameters, ending).run()
-        print(table(options.parameters, phases), flush=True)
-        always = long(phases) & always if number else long(phases)
-        if not always:
-            break
+    phases, always = repeated(lambda: measure(options.parameters), options.runs)
     for phase, who, callback in sorted(always):
         print(f"in each of {options.runs} runs too long: {callback} of {who}, {phase}")
     if options.json:
         found = {"phases": phases, "too_long": sorted(always)}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if always else 0
+
+
+def measure(parameters: int) -> dict[str, Any]:
+    """Run the whole bench once, and print its table."""
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as ending:
+        phases = Bench(Path(scratch), parameters, ending).run()
+    print(table(parameters, phases), flush=True)
+    return phases
+
+
+def repeated(measure: Callable[[], dict[str, Any]], runs: int) -> tuple[dict[str, Any], set[Long]]:
+    """Measure up to so many times, while something is too long in each run. Returns the last run, and what that is."""
+    phases = measure()
+    always = long(phases)
+    for _ in range(runs - 1):
+        if not always:
+            break
+        phases = measure()
+        always &= long(phases)
+    return phases, always
 
 
 def long(phases: dict[str, Any]) -> set[Long]:
