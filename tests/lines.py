@@ -71,7 +71,7 @@ def take_back(line: Line) -> None:
 
 def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> tuple[Counted | None, int]:
     """Take over a copied state. Returns the line's entry counted on the way, tokens discarded."""
-    taken = adoption(line, commit)
+    taken = adoption(line, commit, ())
     adopt(line, state, taken.stays)
     book_adoption(line, taken)
     return taken.mine, taken.discarded

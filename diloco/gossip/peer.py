@@ -183,7 +183,7 @@ class GossipPeer:
                     raise
                 causes.append(f"{source}: {error}")
                 continue
-            taken = adoption(self.line, None)
+            taken = adoption(self.line, None, ())
             yield from self.do(Adopt(state.version, (state.fragments[0].steps,), taken.stays), state)
             book_adoption(self.line, taken)
             self.publish(StateCopied(state.version, state.digest))

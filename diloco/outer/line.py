@@ -334,7 +334,7 @@ class Adoption:
         return 0 if self.mine is not None else self.given_up
 
 
-def adoption(line: Line, commit: Commit | None, forks: Sequence[Fork] = ()) -> Adoption:
+def adoption(line: Line, commit: Commit | None, forks: Sequence[Fork]) -> Adoption:
     """Fate of the line's progress and contribution if it adopts the copied outer state of `commit`. Rank 0.
 
     `forks`: lineages that led to that of `commit`.

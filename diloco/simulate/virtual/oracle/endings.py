@@ -102,9 +102,11 @@ class SimulatedEndings:
         """Connections between the ranks of its island broke."""
         return self._met(process, lambda fault: fault.kind == "ranks" and fault.how == "broken")
 
-    def jumped(self, process: SimulatedProcess, timeout_s: float = 0.0) -> bool:
-        """Its clock went on by more than that; 0: than its ranks wait for each other."""
-        timeout_s = timeout_s or self.world.setup.site.timeouts.collective_s
+    def jumped(self, process: SimulatedProcess) -> bool:
+        """Its clock went on by more than its ranks wait for each other."""
+        return self._jumped(process, self.world.setup.site.timeouts.collective_s)
+
+    def _jumped(self, process: SimulatedProcess, timeout_s: float) -> bool:
         return self._met(process, lambda fault: fault.kind == "jump" and float(fault.how) >= timeout_s)
 
     def _met(self, process: SimulatedProcess, such: Callable[[Fault], bool]) -> bool:
@@ -122,7 +124,7 @@ class SimulatedEndings:
         copy, too, has none: where all do, one that had a state has ended, or somebody was disturbed before."""
         join_s = self.world.setup.site.timeouts.join_s
         since_s = max(self._beginnings[process.life].at_s, self.world.now - join_s)
-        if self._disturbed(process.name, since_s) or self.jumped(process, join_s):
+        if self._disturbed(process.name, since_s) or self._jumped(process, join_s):
             return True
         others = [one for one in self.world.machines.processes() if one is not process and one.up and not one.witness]
         having = [one for one in others if self._beginnings[one.life].at_s < since_s and not _wants_state(one)]
