@@ -228,7 +228,7 @@ def test_the_same_state_is_not_copied(state: OuterState) -> None:
 
 
 def test_a_state_that_the_run_did_not_go_on_from_is_of_no_use(state: OuterState) -> None:
-    """Nor to a joiner, to who stands on that state, or to who stands on a third one."""
+    """To a joiner, to who stands on that state, and to who stands on a third one."""
 
     async def scenario() -> None:
         right, wrong, third = step(state, 0), step(state, 1), step(step(start(3), 0), 1)

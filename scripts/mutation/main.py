@@ -41,7 +41,7 @@ EXAMPLES = """examples:
 """
 MAX_STATUS_CHARACTERS = 79
 EXPLAINED_SHARE = 0.25
-"""Of its seconds, for a mutant whose survival is explained: it is run to see whether that still holds."""
+"""Share of the seconds that a mutant gets whose survival is explained: it is run to see whether that still holds."""
 REACH_S = 900.0
 """Time for the seeds without a mutant: after it, as many seeds as were done are the budget."""
 
