@@ -43,6 +43,8 @@ QUICK = ("lease-given-twice", "replayed-message-taken")
 """Found within a few seeds."""
 UNCHANGING = ("lease-of-the-version-before", "vote-is-no-promise", "torn-tail-stays")
 """Change few seeds."""
+BEGUN_S = 20.0
+"""Seconds in which a program has certainly imported the package and begun its first seed, beside other tests."""
 MEMBER = Member("p0", 1, "127.0.0.1:1")
 
 CODE = '''"""Counts."""
@@ -348,7 +350,7 @@ def test_a_package_that_cannot_be_imported_is_broken(template: Template) -> None
 @pytest.mark.slow(queued=False)
 def test_a_seed_that_does_not_end_is_named(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.mutation.trial.HUNG_S", 1.0)
-    verdict = verdict_of(template, FIRST_LINE, f"    while True:\n        pass\n{FIRST_LINE}", 8.0)
+    verdict = verdict_of(template, FIRST_LINE, f"    while True:\n        pass\n{FIRST_LINE}", BEGUN_S)
     assert (verdict.outcome, verdict.seeds) == ("hung", 0)
     assert "seed 0 did not end" in verdict.by
 

@@ -27,9 +27,9 @@ FIRST_SEED = 0
 CRASH = "crash"
 """Begins the violation of a seed in which the code raised something."""
 HUNG_S = 20.0
-"""A seed that lasts longer hangs: the slowest of a thousand takes about a second."""
-GRACE_S = 10.0
-"""Seconds for printing after SIGINT; then the process is killed."""
+"""A seed that lasts longer hangs: the slowest of a thousand takes some seconds."""
+GRACE_S = 30.0
+"""Seconds for letting go and printing after SIGINT, on a machine that is short of all; then the process is killed."""
 MAX_TAIL_CHARACTERS = 300
 
 
@@ -103,6 +103,7 @@ class Simulation:
         self._seconds = seconds
         self._began_s = time.monotonic()
         self._stopped_s: float | None = None
+        self._killed = False
         self._output, self._errors = copy.parent / "output.json", copy.parent / "errors.txt"
         words = [*VIRTUAL, ",".join(map(str, seeds)), "--until-found"]
         self._program = warm.start(copy, words, self._output, self._errors)
@@ -119,6 +120,7 @@ class Simulation:
                 self._stopped_s = now_s
         elif now_s - self._stopped_s > GRACE_S:
             self._program.send(signal.SIGKILL)
+            self._killed = True
         return False
 
     def kill(self) -> None:
@@ -132,7 +134,8 @@ class Simulation:
         seconds = round(time.monotonic() - self._began_s, 1)
         report = self._report()
         if report is None and self._stopped_s is not None:
-            return Verdict("hung", 0, seconds, f"did not stop within {GRACE_S:.0f} s of SIGINT")
+            slow = f"did not stop within {GRACE_S:.0f} s of SIGINT"
+            return Verdict("hung", 0, seconds, slow if self._killed else "had not begun when its time was up")
         if report is None:
             return Verdict("broken", 0, seconds, self._last_words())
         tried = int(report["seeds"])
