@@ -39,6 +39,7 @@ from diloco.exchange.background import ExchangeTasks
 from diloco.exchange.engine import Exchange
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes, RemoteExchange, RemoteLane
+from diloco.exchange.statesync import Elsewhere
 from diloco.exchange.work import LaneEvents
 from diloco.inner.rank_model import RankModel
 from diloco.island import Island
@@ -494,8 +495,7 @@ def test_a_copy_that_was_given_up_takes_nothing_from_the_next(monkeypatch: pytes
         part = state.chunk(StateChunk("0/anchor", 0, ""))
         copies: list[str] = []
 
-        async def download(*fitting: Any) -> tuple[OuterState, StateOffer]:
-            elsewhere = fitting[-1]
+        async def download(*fitting: Any, elsewhere: Elsewhere, **wanted: Any) -> tuple[OuterState, StateOffer]:
             copies.append("")
             if len(copies) == 1:
                 began.set()
@@ -518,7 +518,7 @@ def test_a_copy_that_was_given_up_takes_nothing_from_the_next(monkeypatch: pytes
         never = asyncio.run_coroutine_threadsafe(exchange._copy([], state, None, print), loop)
         assert began.wait(DEADLINE_S)
         never.cancel()
-        copied, _ = asyncio.run_coroutine_threadsafe(exchange._copy([], state, None, print), loop).result(DEADLINE_S)
+        copied, *_ = asyncio.run_coroutine_threadsafe(exchange._copy([], state, None, print), loop).result(DEADLINE_S)
         assert copied is state
         assert lane.copied().version == 3
         assert heard.failures.empty()

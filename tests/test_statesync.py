@@ -120,7 +120,9 @@ class Members:
             assert total_bytes == STATE_BYTES
             after(done_bytes // STATE_CHUNK_BYTES)
 
-        task = download(self.network.link(0.5), lambda: list(self.holders), local, LAYOUT, OPTIMIZER, 0.5, told)
+        task = download(
+            self.network.link(0.5), lambda: list(self.holders), local, LAYOUT, OPTIMIZER, 0.5, progress=told
+        )
         state, offer = await asyncio.wait_for(task, 20)
         assert offer.digest == state.digest
         return state
@@ -236,12 +238,16 @@ def test_a_state_that_the_run_did_not_go_on_from_is_of_no_use(state: OuterState)
         backlog.add(Closed(replace(commit(right.version + 1, ()), state_digest=right.digest), ()), None)
         members = Members(Holder(wrong), Holder(wrong), Holder(right))
         link, asked, fixed = members.network.link(0.5), lambda: list(members.holders), (LAYOUT, OPTIMIZER, 0.5)
+
+        def useless(offer: StateOffer) -> str:
+            return why_useless(offer, "", None, 0, backlog.state_of(offer.version))
+
         for local in (start(2), wrong, third):
-            copied, _ = await download(link, asked, local, *fixed, state_of=backlog.state_of)
+            copied, _ = await download(link, asked, local, *fixed, useless=useless)
             assert copied.digest == right.digest  # though most offer the other
         del members.holders["member:2"]
         with pytest.raises(StateError, match="none of 2 members"):
-            await download(link, asked, wrong, *fixed, state_of=backlog.state_of)
+            await download(link, asked, wrong, *fixed, useless=useless)
 
     asyncio.run(scenario())
 
@@ -365,9 +371,10 @@ def test_an_older_state_is_not_copied(state: OuterState) -> None:
         members = Members(Holder(state))
         older = StateOffer(state.version - 1, commit(state.version - 1, ()), state.digest, (), ())
         members.holders["member:0"].snapshots.offer = lambda *_: older  # type: ignore[method-assign]
-        link, stands = members.network.link(0.5), commit(state.version, ())
+        link, how = members.network.link(0.5), (start(2), LAYOUT, OPTIMIZER, 0.5)
+        useless = partial(why_useless, lineage="", commit=commit(state.version, ()))
         with pytest.raises(StateError, match="none of 1 members"):
-            await download(link, lambda: list(members.holders), start(2), LAYOUT, OPTIMIZER, 0.5, commit=stands)
+            await download(link, lambda: list(members.holders), *how, useless=useless)
         assert served(members) == []
 
     asyncio.run(scenario())
@@ -461,31 +468,29 @@ def test_a_joiner_follows_when_the_run_goes_on_as_another_lineage(
 
         link = members.network.link(0.5)
         how = (start(2), LAYOUT, OPTIMIZER, 0.5)
-        copied, _ = await download(link, sources, *how, lineage=lambda: "after", patient=True)
+        useless = partial(why_useless, lineage="after", commit=None)
+        copied, _ = await download(link, sources, *how, useless=useless, patient=True)
         assert copied.digest == state.digest
         assert passes == 3
 
     asyncio.run(scenario())
 
 
-def test_a_copy_of_a_lineage_that_was_left_meanwhile_is_not_taken(state: OuterState) -> None:
-    """Whoever trains on beside the copy may found a lineage apart, or hear of another, until its last chunk is here."""
+def test_a_copy_that_became_useless_meanwhile_is_not_taken(state: OuterState) -> None:
+    """Until its last chunk is here, whoever trains on may leave the lineage, or hear that the run has another state."""
 
     async def scenario() -> None:
-        holder, stands = Holder(state), ["before"]
-        members = Members(holder)
-        offer = make_offer(state, replace(commit(state.version, ()), lineage="before"))
-        holder.snapshots.offer(state, offer, time.monotonic())
-        holder.on_state_offer = AsyncMock(return_value=offer)  # type: ignore[method-assign]
+        members, why = Members(Holder(state)), [""]
 
         def told(done_bytes: int, total_bytes: int) -> None:
             if done_bytes == total_bytes:
-                stands[0] = "after"
+                why[0] = "its state belongs to a lineage that ended"
 
-        how = (start(2), LAYOUT, OPTIMIZER, 0.5, told, lambda: stands[0])
+        how = (start(2), LAYOUT, OPTIMIZER, 0.5)
+        link, asked = members.network.link(0.5), lambda: list(members.holders)
         with pytest.raises(StateError, match="none of 1 members"):
-            await download(members.network.link(0.5), lambda: list(members.holders), *how)
-        assert stands == ["after"]
+            await download(link, asked, *how, useless=lambda offer: why[0], progress=told)
+        assert why[0]
 
     asyncio.run(scenario())
 
@@ -741,7 +746,7 @@ def test_what_a_version_counts_is_not_sent_again_by_who_could_not_apply_it(
     victim, failing = world.peers[2], iter([True] * failures)
     copy = victim.peer.exchange.copy_state
 
-    def fails_at_first(*rest: Any) -> Future[tuple[OuterState, StateOffer]]:
+    def fails_at_first(*rest: Any) -> Future[tuple[OuterState, StateOffer, tuple[Fork, ...]]]:
         if next(failing, False):
             raise StateError("nobody gives it", "")
         return copy(*rest)

@@ -24,7 +24,7 @@ from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes, LaneWire, RemoteLane
 from diloco.exchange.lives import Lives
 from diloco.exchange.missed import Fetcher
-from diloco.exchange.statesync import download
+from diloco.exchange.statesync import download, why_useless
 from diloco.exchange.terms import Terms
 from diloco.outer.average import digest_of
 from diloco.outer.state import OuterState, state_bytes
@@ -158,8 +158,7 @@ class Exchange(ExchangeTasks):
         def held() -> None:
             if copied:  # the state may be older than what closed here: the versions in between are to be applied
                 later, self.behind = self.untaken.restart(state.version)
-                for lane in self.lanes.others:
-                    lane.post(Lane.pass_over, 0, later)
+                self.lanes.each_other(Lane.pass_over, 0, later)
             self.archive.hold(state, commit, number)
             self._spawn(self._notify_moved())
             self._feed(event)
@@ -177,9 +176,9 @@ class Exchange(ExchangeTasks):
 
     def copy_state(
         self, sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
-    ) -> Future[tuple[OuterState, StateOffer]]:
+    ) -> Future[tuple[OuterState, StateOffer, tuple[m.Fork, ...]]]:
         """A copy of the state that members hold, those at these addresses and those that the exchange knows; `local`,
-        which is `commit`'s, if it is that.
+        which is `commit`'s, if it is that. And the forks that led to its lineage.
 
         Cancelled, it is given up. Raises StateError where nobody gives it.
         """
@@ -187,8 +186,8 @@ class Exchange(ExchangeTasks):
 
     async def _copy(
         self, sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
-    ) -> tuple[OuterState, StateOffer]:
-        terms, others = self.terms.lane, self.lanes.others
+    ) -> tuple[OuterState, StateOffer, tuple[m.Fork, ...]]:
+        terms = self.terms.lane
         filling = True
 
         def elsewhere(buffer: str, part: int, data: bytes) -> None:
@@ -199,22 +198,25 @@ class Exchange(ExchangeTasks):
             return [*dict.fromkeys((*sources, *(member.address for member in self.givers())))]
 
         async with self._copying:  # one that was given up takes a moment to end: what it then drops is not ours
-            for lane in others:
-                lane.post(Lane.begin_copy)
+            self.lanes.each_other(Lane.begin_copy)
             known, patient = self.archive.backlog, self.archive.state is None  # patient: nobody trains on meanwhile
             oldest = known.copying_from = known.leads_from
-            how = (terms.stall_s, progress, lambda: self.machine.lineage, commit, oldest, patient, known.state_of)
+
+            def useless(offer: StateOffer) -> str:
+                return why_useless(offer, self.machine.lineage, commit, oldest, known.state_of(offer.version))
+
             try:
-                state, offer = await download(self.link, asked, local, terms.layout, terms.optimizer, *how, elsewhere)
+                state, offer = await download(
+                    self.link, asked, local, terms.layout, terms.optimizer, terms.stall_s,
+                    useless=useless, patient=patient, progress=progress, elsewhere=elsewhere,
+                )  # fmt: skip
             except BaseException:  # it may have been cancelled
                 filling = False
-                for lane in others:
-                    lane.post(Lane.drop_copy)
+                self.lanes.each_other(Lane.drop_copy)
                 raise
-            for lane in others:
-                lane.post(Lane.end_copy, offer.version, offer.steps)
+            self.lanes.each_other(Lane.end_copy, offer.version, offer.steps)
             self.behind, self._resync_from = False, []
-            return state, offer
+            return state, offer, self.machine.forks
 
     def alive(self) -> Future[list[Member]]:
         """Members of the view that the exchange does not suspect."""
@@ -286,8 +288,7 @@ class Exchange(ExchangeTasks):
         if self.untaken:
             settle(future, None)
             return
-        for lane in self.lanes.others:
-            lane.post(Lane.take_measured)
+        self.lanes.each_other(Lane.take_measured)
         self.lane.take(contribution)
         self._waiting = future
         c, pace = contribution, self.machine.progress.pace
@@ -470,15 +471,13 @@ class Exchange(ExchangeTasks):
     def _close(self, commit: Commit) -> None:
         number = self.archive.number_of(commit.state_digest)
         closed = self.lane.close(commit, number)
-        for lane in self.lanes.others:
-            lane.post(Lane.close_for_follower, commit, number)
+        self.lanes.each_other(Lane.close_for_follower, commit, number)
         if not self.machine.me.witness and self.archive.close(Closed(commit, closed.parts)):
             self.behind = False  # there is nothing to copy
         passed, closes = self.untaken.add(closed, self.behind)
         if passed is not None:
             self.behind = True
-            for lane in self.lanes.others:
-                lane.post(Lane.pass_over, passed.version, ())
+            self.lanes.each_other(Lane.pass_over, passed.version, ())
         outcome, self._waiting = self._waiting, None
         settle(closes, None)
         settle(outcome, None)

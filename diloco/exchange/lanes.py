@@ -174,6 +174,10 @@ class Lanes:
     def each(self, method: Callable[[Lane, *Ts], object], *arguments: *Ts) -> None:
         """Have every lane of this peer do this."""
         method(self.own, *arguments)
+        self.each_other(method, *arguments)
+
+    def each_other(self, method: Callable[[Lane, *Ts], object], *arguments: *Ts) -> None:
+        """Have the lanes of the other ranks do this."""
         for lane in self.others:
             lane.post(method, *arguments)
 

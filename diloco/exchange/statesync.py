@@ -53,37 +53,27 @@ async def download(
     layout: Layout,
     optimizer: OuterOptimizer,
     stall_s: float,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    lineage: Callable[[], str] = lambda: "",
-    commit: Commit | None = None,
-    oldest: int = 0,
+    *,
+    useless: Callable[[StateOffer], str] = lambda offer: "",
     patient: bool = False,
-    state_of: Callable[[int], str] = lambda version: "",
+    progress: Callable[[int, int], None] = lambda done, total: None,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[OuterState, StateOffer]:
-    """A copy of the state that most of `sources` (addresses) offer, of that lineage if one is named. Raises StateError
-    when none can be copied whole.
+    """A copy of the state that most of `sources` (addresses) offer. Raises StateError when none can be copied whole.
 
-    `commit`: the one of `local`, before whose version nobody who stands there may go back: its contributions since are
-    distinguished from earlier ones by the version alone. `oldest`: from earlier versions than that, no commits are kept
-    here that lead on; who is as far behind as we are may offer one. `patient`: there is nothing else to do, so members
-    whose state is on its way are asked again for as long as it takes, and those of another lineage as often as silent
-    ones. `state_of`: digest of the run's state of a version, if known: another one is of no use. Each pass goes by the
-    sources and the lineage of its time.
+    `useless`: the reason why an offered state is of no use here, or nothing; asked again when the copy is whole.
+    `patient`: there is nothing else to do, so members whose state is on its way are asked again for as long as it
+    takes, and those whose state is useless as often as silent ones. Each pass goes by the sources of its time.
 
     Chunks that `local` holds already are not copied; peers that start a run together, from one seed and on like
     machines, have them all. `progress` is called with (bytes here, bytes in all). Ends by itself when nothing arrives;
     a copy that crawls is for the caller to cancel. `elsewhere` is given the parts that `layout` does not hold here.
     """
-
-    def useless(offer: StateOffer) -> str:
-        return why_useless(offer, lineage(), commit, oldest, state_of(offer.version))
-
     local_digest = await asyncio.to_thread(lambda: local.digest)
     copy: _StateCopy | None = None
     fruitless = 0
     while True:
-        asked, followed = sources(), lineage()
+        asked = sources()
         best, coming = await _best_offer(link, asked, layout, optimizer, stall_s, useless, local_digest, patient)
         if best is None:
             fruitless += not (patient and coming)
@@ -97,7 +87,7 @@ async def download(
         if copy is None:
             copy = await asyncio.to_thread(_StateCopy, link, local, layout, stall_s, progress, elsewhere)
         fetched_bytes = copy.fetched_bytes
-        if await copy.fetch(offer.digest, manifest, holders) and followed == lineage():
+        if await copy.fetch(offer.digest, manifest, holders) and not useless(offer):
             return OuterState.assemble(offer.version, offer.steps, copy.buffers, layout, optimizer), offer
         fruitless = fruitless + 1 if copy.fetched_bytes == fetched_bytes else 0
         if fruitless == MAX_FRUITLESS_PASSES:
@@ -152,7 +142,10 @@ async def _best_offer(
 def why_useless(offer: StateOffer, lineage: str, commit: Commit | None, oldest: int = 0, digest: str = "") -> str:
     """Reason why a peer at `commit`, bound for `lineage` (if named), cannot copy an offered state; empty: it can.
 
-    `oldest`: see `download`. `digest`: of the run's state of that version, if it is known.
+    Before the version of its commit nobody may go back who stands in that lineage: its contributions since are
+    distinguished from earlier ones by the version alone. `oldest`: from earlier versions than that, no commits are kept
+    here that lead on; who is as far behind as we are may offer one. `digest`: of the run's state of that version, if it
+    is known: another one is of no use.
     """
     if digest and offer.digest != digest:
         return f"its state of version {offer.version} is not the one that the run went on from"

@@ -199,7 +199,7 @@ class Swapping(ExchangeTasks):
                 self._emit(StateCopying(done_bytes, total_bytes))
 
         layout, optimizer = self._line.layout, self._line.optimizer
-        copy = download(self.link, lambda: [source], local, layout, optimizer, self._stall_s, progress)
+        copy = download(self.link, lambda: [source], local, layout, optimizer, self._stall_s, progress=progress)
         return self._start_task(copy)
 
     # ------------------------------------------------------------ the loop's thread from here on

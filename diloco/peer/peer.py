@@ -233,11 +233,11 @@ class Peer:
         total_bytes = sum(buffer.nbytes for _, buffer in self.line.state.buffers())
         self.events.emit(StateCopying(0, total_bytes))
         copying = self.exchange.copy_state(sources, self.line.state, self.line.commit, self._on_copied)
-        state, offer = yield from in_time(copying, self.site.timeouts.join_s, self.asked_to_leave, check)
+        state, offer, forks = yield from in_time(copying, self.site.timeouts.join_s, self.asked_to_leave, check)
         line, before = self.line, self.line.commit
         if line.sent is not None:
             line.sent = replace(line.sent, passed=line.sent.passed or self.exchange.untaken.passed)
-        taken = adoption(line, offer.commit, self.exchange.machine.forks)
+        taken = adoption(line, offer.commit, forks)
         steps = tuple(fragment.steps for fragment in state.fragments)
         yield from self.do(Adopt(state.version, steps, taken.stays), state)
         book_adoption(line, taken)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from diloco.base.errors import StateError
 from diloco.base.types import Commit
-from diloco.protocol.messages import Reply
+from diloco.protocol.messages import Fork, Reply
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
@@ -57,7 +57,7 @@ class SimulatedCopies:
 
         async def on_copy(
             sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
-        ) -> tuple[OuterState, StateOffer]:
+        ) -> tuple[OuterState, StateOffer, tuple[Fork, ...]]:
             def on_progress(here: int, total: int) -> None:
                 self._came_s = process.now
                 self._chunks += 1
@@ -65,7 +65,7 @@ class SimulatedCopies:
 
             self._came_s, self._goes_on = process.now, False
             try:
-                state, offer = await copy(sources, local, commit, on_progress)
+                state, offer, forks = await copy(sources, local, commit, on_progress)
             except StateError:
                 self._fails()
                 raise
@@ -74,7 +74,7 @@ class SimulatedCopies:
             copied, lineage = offer.commit.lineage if offer.commit else "", self._exchange.machine.lineage
             if copied not in ("", lineage):
                 raise Violation("I8", f"{process.name} copies a state of {copied}, and is in {lineage}")
-            return state, offer
+            return state, offer, forks
 
         self._exchange._copy = on_copy  # type: ignore[method-assign]
 

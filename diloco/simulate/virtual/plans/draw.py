@@ -227,7 +227,7 @@ def _served_by_one(plan: FaultPlan) -> FaultPlan:
     rates = plan.bandwidth.split("+")
     if (plan.without_majority != "continue" and plan.peers > 2) or SLOW_LINKS_MBIT[-1] not in rates:
         return plan
-    if plan.speeds or plan.round_s < SLOW_ROUND_S:
+    if plan.round_s < SLOW_ROUND_S:
         return replace(plan, bandwidth="")
     return replace(plan, bandwidth="+".join(f"{float(rate) * (plan.peers - 1):g}" for rate in rates))
 
