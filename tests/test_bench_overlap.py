@@ -17,7 +17,7 @@ ROUNDS, STEPS, STEP_S, BATCH_TOKENS = 3, 8, 0.05, 64
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCH), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
 def rows_of(path: Path, network: str, *names: str) -> dict[str, dict[str, Any]]:
@@ -34,20 +34,19 @@ def rows_of(path: Path, network: str, *names: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_plain_sync_keeps_training_waiting_for_the_link(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path / "rows.json", "relay", "none", "plain")
-    assert rows["none"]["waiting_s_per_round"] < 1e-3
-    assert rows["none"]["tokens_per_s"] <= 2 * BATCH_TOKENS / STEP_S
+    rows = rows_of(tmp_path / "rows.json", "relay", "plain")
+    assert 0 < rows["plain"]["tokens_per_s"] <= 2 * BATCH_TOKENS / STEP_S
     on_the_link_s = STEPS * STEP_S * 0.3 / 0.7
     assert rows["plain"]["waiting_s_per_round"] > 0.9 * on_the_link_s
 
 
 @pytest.mark.slow
 def test_between_namespaces(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path / "rows.json", "namespaces", "stream2", "eager")
-    assert rows["stream2"]["sync"] == {"fragments": 2, "overlap": 3, "merge": "mix"}  # 1.7 steps on the link, and one
-    assert rows["stream2"]["waiting_s_per_round"] > 0  # whether it is less, the bench says
-    assert all(row["tokens_per_s"] > 0 for row in rows.values())
-    assert all(row["share"] is None for row in rows.values())  # nothing to compare them with
+    row = rows_of(tmp_path / "rows.json", "namespaces", "stream2")["stream2"]
+    assert row["sync"] == {"fragments": 2, "overlap": 3, "merge": "mix"}  # 1.7 steps on the link, and one
+    assert row["waiting_s_per_round"] > 0  # whether it is less, the bench says
+    assert row["tokens_per_s"] > 0
+    assert row["share"] is None  # nothing to compare it with
 
 
 @pytest.mark.slow(queued=False)

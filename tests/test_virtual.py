@@ -273,7 +273,7 @@ def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> 
         options = SwarmOptions(peers, 20.0, speeds=(0.4, 1.0), churn_per_minute=0.6, round_s=6.0, seed=seed)
         return measure_swarm(options)
 
-    small, large, *others = measured(6), measured(18), measured(18, seed=1), measured(18, seed=2)
+    small, large, other = measured(6), measured(18), measured(18, seed=1)
     for result in (small, large):
         assert result["versions"] >= 3
         assert result["waited_share"] < MAX_WAIT
@@ -281,7 +281,7 @@ def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> 
         assert result["held"]["backlog"] <= 5
         assert sum(result["faults"].values()) > 0
     # Whoever is cut off or joins gets commits from all, too, until it is there: 0.1 to 1.2 times as many, by the seed.
-    for results in ([small], [large, *others]):
+    for results in ([small], [large, other]):
         commits = sum(one["bytes_per_peer_per_s_by_kind"]["Committed"] * one["seconds"] for one in results)
         assert commits < 2 * sum(one["versions"] * one["commit_bytes"] for one in results)
     few, many = (result["versions"] * result["contributors"] for result in (small, large))
