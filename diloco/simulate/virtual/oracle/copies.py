@@ -46,6 +46,8 @@ class SimulatedCopies:
         """Members that have not answered yet with an offer."""
         self._goes_on = False
         """In its latest pass a member was silent or early, or gave chunks: the next one may bring more."""
+        self._coming = False
+        """In its latest pass a member was early, and none has a state to copy."""
         self._left_out: set[str] = set()
         """Members that failed in this pass."""
         self._look_at_copies()
@@ -95,7 +97,7 @@ class SimulatedCopies:
 
         async def on_offer(address: str, timeout_s: float, have: str = "") -> StateOffer:
             if not self._asking:  # the next pass begins
-                self._goes_on = False
+                self._goes_on = self._coming = False
                 self._left_out.clear()
             self._asking += 1
             try:
@@ -104,7 +106,8 @@ class SimulatedCopies:
                 self._goes_on = True
                 raise
             except LinkRefused as error:
-                self._goes_on |= error.reply is Reply.TOO_EARLY
+                self._coming |= error.reply is Reply.TOO_EARLY
+                self._goes_on |= self._coming
                 raise
             finally:
                 self._asking -= 1
@@ -114,7 +117,7 @@ class SimulatedCopies:
         ) -> AsyncIterator[tuple[int, Sequence[bytes]]]:
             if address in self._left_out:
                 raise Violation("I7", f"{self._process.name} asks {address} for more of a state, which failed")
-            self._goes_on = True
+            self._goes_on, self._coming = True, False
             self._left_out.add(address)
             whole = True
             async for index, pieces in fetch_state(address, digest, chunks, max_chunk_bytes, stall_s):
@@ -127,7 +130,10 @@ class SimulatedCopies:
         link.fetch_state_offer, link.fetch_state = on_offer, on_chunks  # type: ignore[method-assign]
 
     def _fails(self) -> None:
-        """I7: a copy fails when nothing came for long, or as nobody's state fits; not as one member is slow."""
+        """I7: a copy fails when nothing came for long, or as nobody's state fits; not as one member is slow. Who has no
+        state at all waits for one that is on its way."""
+        if self._coming and self._exchange.archive.state is None:
+            raise Violation("I7", f"{self._process.name} waits no longer for a state that is on its way")
         still_s = self._process.now - self._came_s
         if self._goes_on and still_s < FRUITLESS_S - SLACK_S and not founded_here(self._exchange):
             raise Violation("I7", f"{self._process.name} gives a copy up that brought nothing for {still_s:.1f} s")

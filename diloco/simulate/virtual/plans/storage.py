@@ -25,6 +25,8 @@ LOSSY = ("topk", "sign", "int4")
 CALM_S = 3.0
 SLOW = "1+1+1+0.1"
 ONE_FAST = "1+0.5+0.5+0.5"
+COPIED_SLOWLY = "0.2+0+0+0"
+"""Uplinks in Mbit/s, over one of which a state takes 3 seconds."""
 SLOWEST = ("0.02+4", "0.01+4", "4+0.02")
 """Uplinks in Mbit/s, one of which needs 5 to 10 seconds for half of a contribution."""
 
@@ -35,7 +37,7 @@ def of_storage(dice: Random, plan: FaultPlan) -> FaultPlan:
     if plan.policy == "quorum":
         situations[_lags] = 5
     if plan.without_majority == "continue":
-        situations[_parts] = 16
+        situations[_parts] = 24
     situation = dice.choices(list(situations), list(situations.values()))[0]
     found = situation(dice, replace(plan, calm_s=min(plan.calm_s, CALM_S), total_tokens=0))
     faults = [replace(fault, at_s=round(fault.at_s, 2), for_s=round(fault.for_s, 2)) for fault in found.faults]
@@ -158,17 +160,22 @@ def _drifts(dice: Random, plan: FaultPlan) -> FaultPlan:
 def _parts(dice: Random, plan: FaultPlan) -> FaultPlan:
     """Some go on apart, with inner steps beside the exchange, and meet the others again.
 
-    One that goes on alone may make more versions than the others, with fewer tokens. Where it is the others that are
-    fewer, one joins them.
+    One that goes on alone may make more versions than the others, with fewer tokens; one that joins it then copies its
+    state, and hears of the others: before that one does, where those two have no link for longer. Where it is the
+    others that are fewer, one joins them.
     """
     plan = replace(_overlapping(dice, plan), peers=max(plan.peers, 3), round_s=0.4, delay_s=0.05, bandwidth="")
     at_s, for_s = dice.uniform(1.0, 3.0), dice.uniform(5.0, 7.0)
-    match dice.choice(("fast", "joined", "halves")):
-        case "fast":
-            faults = [
-                Fault(at_s, "cut", "p0+j9", for_s + 2.0),
-                Fault(at_s + for_s + dice.uniform(0.0, 1.0), "join", "j9"),
-            ]
+    match dice.choice(("fast", "slowly", "slowly", "joined", "halves")):
+        case "fast" | "slowly" as how:
+            for_s += 5.0
+            joins_s = at_s + for_s - dice.uniform(0.2, 2.5)
+            faults = [Fault(at_s, "cut", "p0+j9", for_s), Fault(joins_s, "join", "j9")]
+            if how == "slowly":
+                # The others have more tokens: over that uplink nobody could ever catch up with the one alone.
+                plan = replace(plan, bandwidth=COPIED_SLOWLY, most_peers=0, stragglers="wait", loss=0.0)
+                apart_s = for_s + dice.choice((6.0, 14.0))
+                faults += [Fault(at_s, "link", f"p0+p{other}", apart_s, "both") for other in (1, 2, 3)]
             return replace(plan, peers=4, speeds=ONE_FAST, faults=tuple(faults))
         case "joined":
             group = "+".join(f"p{index}" for index in range(1, plan.peers))
