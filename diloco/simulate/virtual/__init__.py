@@ -9,7 +9,7 @@ Read in this order:
     timeline.py     virtual time: one queue of all that is to happen, and an event loop for each process
     world.py        the processes of one plan, and the end that all must come to
     process.py      one life of a peer, with observers at its seams; endpoint.py: its place on the network
-    training.py     inner steps that are noise on 6,000 numbers
+    training.py     inner steps that are noise on a model of two layers
     network.py      messages and calls that are late, lost, doubled, cut off, damaged
     streams.py      parts on their way, in pieces
     wires.py        bandwidth, tunnels and damaged bytes

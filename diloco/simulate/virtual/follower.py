@@ -73,7 +73,7 @@ class SimulatedFollower:
 
     def life(self) -> Life[None]:
         """The life of this simulated rank: whatever rank 0 decides, and the same inner steps."""
-        training = SimulatedTraining(self.process, self._island)
+        training, plan = SimulatedTraining(self.process, self._island), self.process.world.plan
 
         def build(contract: Contract) -> Parts:
             return Parts(training.weights, training)
@@ -81,7 +81,7 @@ class SimulatedFollower:
         run = yield from open_run(_nobody, self.process.world.setup.site, self._island, build, self._take_place)
         yield from run.waiting(float("inf"))
         while not (run.done or run.leaving):
-            training.follow(noises()[int(self._island.share())])
+            training.follow(noises(plan.elements)[int(self._island.share())])
             yield from run.stepping(1, None, 0)
         yield from run.leaves()
 

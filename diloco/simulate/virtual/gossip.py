@@ -214,9 +214,9 @@ class GossipTraining(SimulatedTraining):
         assert isinstance(world, GossipWorld)
         if self._sum is None:
             self._sum, self.trained = self._local(), self._line().trained.tokens
-        piece = world.next_piece() % NOISES
-        self._sum = self._sum + flat_noise(piece, fragment)
-        for name, noise in noises()[piece].items():
+        piece, elements = world.next_piece() % NOISES, world.plan.elements
+        self._sum = self._sum + flat_noise(piece, fragment, elements)
+        for name, noise in noises(elements)[piece].items():
             self.weights.parameters[name].data.add_(noise)
         self.trained += 1
         world.trained[self._process.name] = world.trained.get(self._process.name, 0) + 1

@@ -35,7 +35,7 @@ class SimulatedTraining:
     def __init__(self, process: SimulatedProcess, island: Island) -> None:
         self._process, self._island = process, island
         plan = process.world.plan
-        self.weights = Weights.of(SimulatedModel())
+        self.weights = Weights.of(SimulatedModel(plan.elements))
         if isinstance(island, SimulatedIsland):
             self.weights = SimulatedBridge(self.weights.parameters, island)
         self.usage = Throughput(None, None, 1, Phases(torch.device("cpu")))

@@ -54,6 +54,7 @@ class SimulatedProgress:
         """All tokens of this life, and where those went that are not here any more."""
         self.booked: list[Totals] = []
         """Totals that each record of this life's ledger must have."""
+        self._elements = host.world.plan.elements
         self.pending = False
         """Others may count the contribution that was offered last."""
         self.copied_version = 0
@@ -92,7 +93,7 @@ class SimulatedProgress:
             total.zero_()
             for part, (start, stop) in enumerate(map(fragment.part_bounds, range(fragment.parts))):
                 for piece in bits(masks[part]):
-                    total[start:stop] += flat_noise(piece % NOISES, fragment)[start:stop]
+                    total[start:stop] += flat_noise(piece % NOISES, fragment, self._elements)[start:stop]
 
     def opened(self) -> None:
         """The life begins, with what its line has."""
@@ -112,12 +113,12 @@ class SimulatedProgress:
             self.invariants.blocks.reads(self.host.name, self.line, block, piece, counted)
         self.mine |= 1 << piece
         for fragment in self.line.layout.fragments:
-            self.sums[fragment.index] += flat_noise(piece % NOISES, fragment)
+            self.sums[fragment.index] += flat_noise(piece % NOISES, fragment, self._elements)
             self.uncommitted[fragment.index] = [masks | 1 << piece for masks in self.uncommitted[fragment.index]]
         self.tokens += tokens
         self.trained += tokens
         self.invariants.trained_tokens += tokens
-        return noises()[piece % NOISES]
+        return noises(self._elements)[piece % NOISES]
 
     def measured(self, sent: PendingContribution) -> None:
         """Note that all uncommitted pieces of a fragment went into a simulated contribution."""

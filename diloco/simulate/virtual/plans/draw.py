@@ -72,6 +72,8 @@ PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
 """Those whose mean is made once."""
 RANKS_SHARE, RANKS, LATE_RANKS_SHARE = 0.12, ("2", "2", "2+1", "1+2", "3+1"), 0.5
 """Share of the plans with islands of several ranks, their ranks in turn, and share of those with a fault of these."""
+ELEMENTS = (1000, 1000, 2000, 3000)
+"""Of each of the model's two layers: one to three parts each."""
 ASYNC_SPEEDS, CUT_SPEEDS = (0.1, 1.0), (0.2, 1.0)
 """Slowest and fastest peer where none waits for another, and where those who are late are cut."""
 
@@ -117,13 +119,14 @@ def draw(
     plan = _sized(Random(f"size {seed}"), plan, SIZES[size])
     plan = _over_slow_links(Random(f"links {seed}"), plan)
     if plan.policy == "gossip":
-        return _gossiping(Random(f"gossip {seed}"), plan)
+        return _of_a_size(Random(f"elements {seed}"), _gossiping(Random(f"gossip {seed}"), plan))
     dice = Random(f"situation {seed}")
     situation = dice.choices((_as_it_is, of_agreement, of_storage), SITUATION_SHARES)[0](dice, plan)
     if situation is not plan:
         situation = _comes_late(Random(f"before {seed}"), situation, SIZES[size])
     situation = _under_load(Random(f"load {seed}"), _served_by_one(situation))
-    return _of_several_ranks(Random(f"ranks {seed}"), situation)
+    situation = _of_several_ranks(Random(f"ranks {seed}"), situation)
+    return _of_a_size(Random(f"elements {seed}"), situation)
 
 
 def _as_it_is(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -258,6 +261,12 @@ def _of_several_ranks(dice: Random, plan: FaultPlan) -> FaultPlan:
     fault = Fault(at_s, "ranks", f"p{dice.randrange(plan.peers)}", for_s, how)
     faults = (*plan.faults, fault) if dice.random() < LATE_RANKS_SHARE else plan.faults
     return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _of_a_size(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A seed's plan with a model of few parts, where its bytes are not what matters: parts are half of its cost."""
+    elements = dice.choice(ELEMENTS)
+    return plan if plan.bandwidth else replace(plan, elements=elements)
 
 
 def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> FaultPlan:

@@ -1,4 +1,4 @@
-"""Production settings of a simulation, by its plan: a contract and sites, for a model of 6,000 numbers."""
+"""Production settings of a simulation, by its plan: a contract and sites, for a model of two layers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from diloco.peer import terms
 from diloco.peer.terms import lane_terms, rules_of, timing_of
 from diloco.simulate.virtual.plans.plan import FaultPlan
 
-LAYER = 3000
-"""Elements of each of two layers: three parts."""
 PART_ELEMENTS = 1024
 NOISES = 64
 STEPS = 4
@@ -47,9 +45,10 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 class SimulatedModel(nn.Module):
     """The model that every simulated peer begins with."""
 
-    def __init__(self) -> None:
+    def __init__(self, elements: int) -> None:
+        """Two layers of so many elements."""
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(LAYER, 1, bias=False) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(elements, 1, bias=False) for _ in range(2))
         for parameter in self.parameters():
             nn.init.constant_(parameter, START)
 
@@ -60,7 +59,7 @@ class SimulationSetup:
     def __init__(self, plan: FaultPlan) -> None:
         self.contract = contract_of(plan)
         self.site = _site(plan)
-        model = SimulatedModel()
+        model = SimulatedModel(plan.elements)
         weights = Weights.of(model)
         self.layout = Layout.agreed(weights.shapes, self.contract)
         lane = lane_terms(self.contract, self.site, self.layout)
@@ -179,15 +178,15 @@ def most_contributions(peers: int) -> Iterator[None]:
 
 
 @cache
-def noises() -> tuple[dict[str, Tensor], ...]:
-    """Changes that simulated inner steps make to the weights: drawn once, used in turn, the same in every plan and on
-    every machine."""
+def noises(elements: int) -> tuple[dict[str, Tensor], ...]:
+    """Changes that simulated inner steps make to the weights, layers of so many elements: drawn once, used in turn, the
+    same in every plan and on every machine."""
     dice = torch.Generator().manual_seed(1)
-    shapes = Weights.of(SimulatedModel()).shapes
+    shapes = Weights.of(SimulatedModel(elements)).shapes
     return tuple({name: torch.rand(shape, generator=dice) * 0.4 - 0.2 for name, shape in shapes} for _ in range(NOISES))
 
 
 @cache
-def flat_noise(piece: int, fragment: Fragment) -> Tensor:
+def flat_noise(piece: int, fragment: Fragment, elements: int) -> Tensor:
     """A piece of simulated training noise as a fragment's flat buffer."""
-    return read_fragment(noises()[piece], fragment)
+    return read_fragment(noises(elements)[piece], fragment)
