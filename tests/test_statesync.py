@@ -18,6 +18,7 @@ import torch
 import diloco.outer.optimizers
 import diloco.outer.state
 from diloco.base.errors import StateError
+from diloco.base.life import Life
 from diloco.base.types import Closed, Commit, Counted
 from diloco.config.contract import OuterSection
 from diloco.config.site import NetworkSection, Site
@@ -29,6 +30,7 @@ from diloco.outer.fragments import Layout
 from diloco.outer.line import leads_to
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
+from diloco.peer.peer import Peer
 from diloco.peer.terms import serve_bps_of
 from diloco.protocol.messages import Fork, Reply
 from diloco.protocol.streams import StateOffer
@@ -39,7 +41,7 @@ from diloco.transport.link import LinkRefused
 from diloco.transport.pace import BURST_S, SERVE_BPS_PER_CORE, RateLimit
 from tests.fronts import drive
 from tests.local import LocalPeer, LocalWorld
-from tests.peers import KEYS
+from tests.peers import KEYS, until
 from tests.test_link import Listener, commit
 
 ELEMENTS = 3 * 2**20
@@ -715,6 +717,21 @@ def test_a_peer_that_missed_a_few_versions_catches_up_by_their_commits(world: Lo
     assert len(world.settle(world.peers)) == 1
     assert [commit.version for commit in sleeper.commits[-3:]] == [2, 3, 4]
     assert sleeper.copies == copies
+
+
+@pytest.mark.timeout(60)
+def test_a_joiner_enters_though_the_run_is_founded_before_it_is_done_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others hear that it has the state, and found the run with it, before whoever trains for it goes on."""
+    copies = Peer.copy_state
+
+    def slowly(peer: Peer, *given: Any) -> Life[None]:
+        yield from copies(peer, *given)
+        until(lambda: peer.exchange.in_view, "the run is founded")
+
+    monkeypatch.setattr(Peer, "copy_state", slowly)
+    world = LocalWorld(2)
+    assert [peer.peer.stands_in_view for peer in world.peers] == [True, True]
+    world.close()
 
 
 def test_nobody_waits_for_a_state_that_is_not_wanted_any_more(world: LocalWorld) -> None:

@@ -73,7 +73,7 @@ PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
 RANKS_SHARE, RANKS, LATE_RANKS_SHARE = 0.12, ("2", "2", "2+1", "1+2", "3+1"), 0.5
 """Share of the plans with islands of several ranks, their ranks in turn, and share of those with a fault of these."""
 ELEMENTS = (1000, 1000, 2000, 3000)
-"""Of each of the model's two layers: one to three parts each."""
+"""Elements of each of the two layers: one to three parts each."""
 ASYNC_SPEEDS, CUT_SPEEDS = (0.1, 1.0), (0.2, 1.0)
 """Slowest and fastest peer where none waits for another, and where those who are late are cut."""
 

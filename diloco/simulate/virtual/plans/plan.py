@@ -125,7 +125,7 @@ class FaultPlan:
     codec: str = "fp32"
     """Or one for each group of parameters, as `topk/fp16` (`diloco.simulate.virtual.plans.setup.GROUPS`)."""
     elements: int = 3000
-    """Of each of the model's two layers. A part has 1,024 at most."""
+    """Elements of each of the model's two layers. A part has 1,024 at most."""
     fragments: int = 1
     optimizer: str = "nesterov"
     weighting: str = "uniform"
