@@ -41,7 +41,7 @@ from diloco.transport.link import LinkRefused
 from diloco.transport.pace import BURST_S, SERVE_BPS_PER_CORE, RateLimit
 from tests.fronts import drive
 from tests.local import LocalPeer, LocalWorld
-from tests.peers import KEYS, until
+from tests.peers import DEADLINE_S, KEYS, until
 from tests.test_link import Listener, commit
 
 ELEMENTS = 3 * 2**20
@@ -719,18 +719,26 @@ def test_a_peer_that_missed_a_few_versions_catches_up_by_their_commits(world: Lo
     assert sleeper.copies == copies
 
 
-@pytest.mark.timeout(60)
-def test_a_joiner_enters_though_the_run_is_founded_before_it_is_done_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_founding_that_closes_before_a_joiner_is_done_opening_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Others hear that it has the state, and found the run with it, before whoever trains for it goes on."""
-    copies = Peer.copy_state
+    copies, opens = Peer.copy_state, Peer.open
 
     def slowly(peer: Peer, *given: Any) -> Life[None]:
         yield from copies(peer, *given)
         until(lambda: peer.exchange.in_view, "the run is founded")
 
+    def whole(peer: Peer) -> Life[None]:
+        yield from opens(peer)
+        peer.exchange.alive().result(DEADLINE_S)  # the loop has done what it was told before
+
     monkeypatch.setattr(Peer, "copy_state", slowly)
+    monkeypatch.setattr(Peer, "open", whole)
+    monkeypatch.setattr(LocalPeer, "enter", lambda peer: None)
     world = LocalWorld(2)
-    assert [peer.peer.stands_in_view for peer in world.peers] == [True, True]
+    (founding,) = world.peers[1].peer.exchange.closed()
+    assert (founding.commit.version, founding.commit.fragment) == (0, -1)
     world.close()
 
 

@@ -184,18 +184,16 @@ class Peer:
         self.endpoint.open_directory(self.contract.run.name, self._warn)
         lanes = self._meet_ranks(toward) if self.island.size > 1 else ()
         self.exchange.start(self.address, self.endpoint.directory.addresses, lanes)
-        copied = False
         if welcome is not None:
             self.drop("the run may have counted it before the restart")
             self._meet_members(welcome)
-            ours = self.line.commit.lineage if self.line.commit is not None else ""
-            if ours != welcome.lineage and not self.done:  # who resumes a run that has ended has its last state
-                refusal = Refusal(self.exchange, self.site)  # before all of the state has come over a slow link
-                others = [member.address for member in welcome.members if member.peer != self.name]
-                yield from self.copy_state(others, refusal.check)
-                copied = True
-        if not copied:  # a copy is held already: a second time would forget a founding that closed since
+        ours = self.line.commit.lineage if self.line.commit is not None else ""
+        if welcome is None or ours == welcome.lineage or self.done:  # a run that has ended is resumed at its last state
             self.exchange.hold(self.line.state, self.line.commit, copied=True)
+        else:
+            refusal = Refusal(self.exchange, self.site)  # before all of the state has come over a slow link
+            others = [member.address for member in welcome.members if member.peer != self.name]
+            yield from self.copy_state(others, refusal.check)
         self._presence = self.endpoint.appear(self.exchange)
         self.events.emit(Listening(self.address, self.ticket))
 
