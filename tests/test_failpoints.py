@@ -83,7 +83,7 @@ def test_a_wrong_setting_is_refused(settings: str, says: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_peers")
 def test_deaths_and_a_stop_cost_the_survivors_nothing(tmp_path: Path) -> None:
-    """Three peers that stay and a fourth that dies; all failpoints, and the delays: `scripts/chaos --failpoints`."""
+    """Three peers that stay and a fourth that dies; all failpoints: `scripts/chaos --failpoints`."""
     sweep = ChaosSweep(ROOT / "configs" / "chaos.toml", tmp_path / "peers")
     try:
         sweep.begin()
@@ -91,4 +91,4 @@ def test_deaths_and_a_stop_cost_the_survivors_nothing(tmp_path: Path) -> None:
         rows.append(sweep.stop_at("mid-mean", 5.0))
     finally:
         sweep.end()
-    assert all(row.lost_tokens == 0 and row.digests_agree for row in rows), "\n".join(map(str, rows))
+    assert all(row.holds for row in rows), "\n".join(map(str, rows))

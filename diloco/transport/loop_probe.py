@@ -43,7 +43,7 @@ _READING_AGE_S: Final = 0.001
 """The host's counters are read anew when a callback begins and the last reading is older; one costs 60 microseconds."""
 
 _USUAL_S: Final = 30e-9
-"""Time that a CPU of usual speed takes for one of the additions of `_slowness`."""
+"""Time that a CPU of usual speed takes for one of the additions of `slowness`."""
 
 _ADDITIONS: Final = 2_000
 _SAMPLES: Final = 3
@@ -142,7 +142,7 @@ def _run_measured(handle: Any) -> None:
         line = {"time": round(time.time(), 3), "process": " ".join(sys.argv), "callback": _name(*called)}
         with _here.path.open("a") as file:
             times = {"cpu_s": round(cpu_s, 5), "gc_s": round(min(gc_s, most_s), 5)}
-            beside = {"charged_s": round(charged_s, 5), "stolen_s": stolen_s, "slowness": _slowness()}
+            beside = {"charged_s": round(charged_s, 5), "stolen_s": stolen_s, "slowness": slowness()}
             file.write(json.dumps({**line, **times, **beside}) + "\n")
 
 
@@ -151,7 +151,7 @@ def busy_s(line: Mapping[str, Any], *, with_gc: bool) -> float:
     return float(line["cpu_s"] + (line["gc_s"] if with_gc else 0.0)) / float(line["slowness"])
 
 
-def _slowness() -> float:
+def slowness() -> float:
     """Time that this CPU takes for some work now, by what one of usual speed takes: 1 to `MAX_SLOWNESS`."""
     quickest_s = min(_additions_s() for _ in range(_SAMPLES))  # in the others the host may have taken some
     return round(min(max(1.0, quickest_s / (_ADDITIONS * _USUAL_S)), MAX_SLOWNESS), 2)

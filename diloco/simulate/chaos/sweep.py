@@ -1,6 +1,6 @@
 """The chaos sweep: a death or a stop at each failpoint, of one victim after the other, beside three peers that stay.
 
-What must hold of every row: the survivors commit the next version, not more than 2 s later than they can know of the
+What must hold of every row: the survivors commit the next version, not more than 2 s (longer on a slow CPU) later than they can know of the
 death; all digests agree; no inner step of a survivor is lost.
 """
 
@@ -19,12 +19,13 @@ from diloco.base.clock import unix_s
 from diloco.config.load import load_site
 from diloco.observe.event_log import EventLine
 from diloco.simulate.chaos.fleet import ChaosFleet, ChaosLife, commits
+from diloco.transport.loop_probe import slowness
 
 SURVIVORS: Final = ("a", "b", "c")
 KNOWN_DEAD_S: Final = 1.0
 """Seconds until a death is known at the latest: a refused or broken connection shows it at once."""
 DELAY_S: Final = 2.0
-"""Largest delay of a round, in seconds, beyond the time in which the loss is noticed."""
+"""Largest delay of a round, in seconds on a CPU of usual speed, beyond the time in which the loss is noticed."""
 HITS: Final = 3
 """The victim dies when it comes by for the third time: it is in the view by then."""
 NEVER_IN_VIEW: Final = frozenset({"copying-state"})
@@ -193,7 +194,7 @@ class ChaosSweep:
             before,
             next_commit_s=round(times[1] - at_s, 2),
             delay_s=round(max(after - start for start, after in itertools.pairwise(times)) - usual_s, 2),
-            allowed_s=known_s + DELAY_S,
+            allowed_s=round(known_s + DELAY_S * slowness(), 2),
             back_s=None,
             lost_tokens=self._lost - lost_before,
             digests_agree=self._agree(),
