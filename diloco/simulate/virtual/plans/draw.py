@@ -264,7 +264,7 @@ def _of_several_ranks(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 
 def _of_a_size(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """A seed's plan with a model of few parts, where its bytes are not what matters: parts are half of its cost."""
+    """A seed's plan with a model of few parts, which cost less, where its bytes are not what matters."""
     elements = dice.choice(ELEMENTS)
     return plan if plan.bandwidth else replace(plan, elements=elements)
 

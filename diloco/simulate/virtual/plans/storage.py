@@ -160,9 +160,9 @@ def _drifts(dice: Random, plan: FaultPlan) -> FaultPlan:
 def _parts(dice: Random, plan: FaultPlan) -> FaultPlan:
     """Some go on apart, with inner steps beside the exchange, and meet the others again.
 
-    One that goes on alone may make more versions than the others, with fewer tokens; one that joins it then copies its
-    state, and hears of the others: before that one does, where those two have no link for longer. Where it is the
-    others that are fewer, one joins them.
+    One that goes on alone may make more versions than the others, with fewer tokens. Another joins it then, copies its
+    state, and hears of the others: "slowly" it copies over a slow link, and the one alone hears of them later than it
+    does. Where it is the others that are fewer, one joins them.
     """
     plan = replace(_overlapping(dice, plan), peers=max(plan.peers, 3), round_s=0.4, delay_s=0.05, bandwidth="")
     at_s, for_s = dice.uniform(1.0, 3.0), dice.uniform(5.0, 7.0)
