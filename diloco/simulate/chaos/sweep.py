@@ -1,7 +1,7 @@
 """The chaos sweep: a death or a stop at each failpoint, of one victim after the other, beside three peers that stay.
 
-What must hold of every row: the survivors commit the next version, not more than 2 s (longer on a slow CPU) later than they can know of the
-death; all digests agree; no inner step of a survivor is lost.
+What must hold of every row: the survivors commit the next version, not more than 2 s (on a slow CPU as many times
+longer) after they can know of the death; all digests agree; no inner step of a survivor is lost.
 """
 
 from __future__ import annotations
