@@ -74,7 +74,8 @@ def _loops_are_never_busy_for_long(_loop_probe: dict[Path, int]) -> Iterator[Non
 
 
 def _busy_s(line: dict[str, Any]) -> float:
-    ours = line["process"].startswith(("diloco peer", "diloco witness"))
+    program, command = [*line["process"].split(), "", ""][:2]
+    ours = program.endswith(("diloco", "diloco/__main__.py")) and command in ("peer", "witness")
     return busy_s(line, with_gc=ours)
 
 

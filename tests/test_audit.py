@@ -77,6 +77,22 @@ def test_a_good_run_is_clean(run: PaperRun) -> None:
     assert "no violations" in audit_text(result)
 
 
+def test_a_folder_that_saw_two_names_is_clean(run: PaperRun) -> None:
+    """As where a peer without a name of its own is started twice with one folder."""
+    run.peers["a"].journal.closed("left")
+    (run.root / "d").symlink_to(run.root / "a")
+    late = run.peers["d"] = run.start("d", "lineage-2", founds=True)
+    late.line.state, late.line.commit = run.peers["a"].line.state, run.peers["a"].line.commit
+    del run.peers["a"]
+    run.close_founding("lineage-2", [late, run.peers["b"], run.peers["c"]])
+    run.round()
+    run.end()
+    (run.root / "d").unlink()
+    result = audit([run.root])
+    assert result.violations == []
+    assert [(row["lives"], row["counted_elsewhere"]) for row in result.peers] == [(2, 0), (1, 0), (1, 0)]
+
+
 def test_single_folders_in_any_number(run: PaperRun) -> None:
     assert audit([run.root / "b"]).clean
     assert len(audit([run.root / "b", run.root / "c", run.root / "b"]).peers) == 2

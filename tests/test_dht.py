@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -507,6 +508,25 @@ class Kept:
     def close(self) -> None:
         self.presence.stop()
         self.directory.close()
+
+
+@pytest.mark.slow(queued=False)
+@pytest.mark.usefixtures("impatient")
+def test_a_directory_that_cannot_be_started_again_is_tried_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine is out of file descriptors or memory for a moment."""
+    with closing(Kept(start_directory("run"), "a", "b", lambda: ())) as a:
+        assert becomes(lambda: a.finds("a"))
+
+        def short() -> bool:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(a.directory, "revive", short)
+            assert becomes(lambda: "Too many open files" in caplog.text)
+        assert a.presence._thread.is_alive()
+        assert a.finds("a")
 
 
 @pytest.mark.slow(queued=False)

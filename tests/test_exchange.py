@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from diloco.base.clock import monotonic_s
-from diloco.base.errors import UnreachableError
+from diloco.base.errors import StateError, UnreachableError
 from diloco.base.types import Closed, Member, Skip
 from diloco.compress import bundle
 from diloco.exchange.service import ExchangeService
@@ -25,16 +26,19 @@ from diloco.protocol.messages import FetchMean, Offered, Reply, Resync
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.transport.link import LinkDown, LinkRefused
 from tests.fronts import drive
-from tests.local import SITE, LocalPeer, LocalWorld
+from tests.local import LocalPeer, LocalWorld, local_site
 from tests.peers import DEADLINE_S, until
 
 ALONE = {"policy": "quorum", "quorum_peers": 2, "grace_s": 0.0}
 """Two of three go on without the third."""
 
+SITE = local_site(suspect_s=3.0, stall_s=2.0)
+"""Many tests here wait until somebody counts as dead."""
+
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[LocalWorld]:
-    made = LocalWorld(**{"count": 3, **getattr(request, "param", {})})
+    made = LocalWorld(**{"count": 3, "site": SITE, **getattr(request, "param", {})})
     yield made
     made.close()
 
@@ -48,6 +52,25 @@ def agree(peers: list[LocalPeer]) -> None:
     versions = {version for peer in peers for version in peer.states}
     for version in versions:
         assert len({peer.states[version] for peer in peers if version in peer.states}) == 1
+
+
+def test_one_peer_comes_first_before_the_first_version_and_after(world: LocalWorld) -> None:
+    """Rank 0 decides who: other ranks know no commit until they apply one."""
+    for count in (0, 1):
+        world.rounds(world.peers, count)
+        assert [peer.life.ready(0).first for peer in world.peers] == [True, False, False]
+
+
+def test_an_earlier_life_that_is_kept_in_the_view_is_not_this_one(world: LocalWorld) -> None:
+    """Whoever comes back under its name enters with the version that names its new life, and not with one before."""
+    world.rounds(world.peers, 1)
+    peer = world.peers[2].peer
+    commit = peer.line.commit
+    assert peer.stands_in_view
+    assert commit is not None
+    lives = [replace(member, incarnation=member.incarnation - 1) for member in commit.view]
+    peer.line.commit = replace(commit, view=tuple(lives))
+    assert not peer.stands_in_view
 
 
 def test_peers_hold_the_same_bits_after_every_version(world: LocalWorld) -> None:
@@ -120,6 +143,37 @@ def test_a_copy_ends_with_what_is_found_out_meanwhile() -> None:
     with pytest.raises(UnreachableError):
         drive(in_time(copying, 60.0, lambda: False, found))
     assert copying.cancelled()
+
+
+def test_a_copy_goes_on_as_long_as_bytes_come() -> None:
+    copying: Future[Any] = Future()
+    asked: list[float] = []
+
+    def came_s() -> float:
+        asked.append(monotonic_s())
+        return asked[min(len(asked), 5) - 1]
+
+    with pytest.raises(StateError, match="no more of the state came"):
+        drive(in_time(copying, 1e-3, lambda: False, came_s=came_s))
+    assert len(asked) == 6
+    assert copying.cancelled()
+
+
+def test_bytes_of_a_repair_that_was_not_heard_of_are_too_early(world: LocalWorld) -> None:
+    """Else they would count as bytes that nobody honest sends: the part had another owner."""
+    exchange, sender = world.peers[0].peer.exchange, world.peers[1].peer.exchange.machine.me
+    machine, rules = exchange.machine, exchange.terms.rules
+
+    async def reply(generation: int) -> Reply:
+        exchange.lane.work = SimpleNamespace(key=(machine.making, 0), generation=0)  # type: ignore[assignment]
+        header = (rules.run, rules.contract, machine.lineage, sender, Kind.MEAN, machine.making, 0, generation)
+        try:
+            return await exchange.admit(StreamHeader(*header))
+        finally:
+            exchange.lane.work = None
+
+    assert asyncio.run_coroutine_threadsafe(reply(0), world.loop).result(30.0) is Reply.OK
+    assert asyncio.run_coroutine_threadsafe(reply(1), world.loop).result(30.0) is Reply.TOO_EARLY
 
 
 IN_PLACE = SITE.model_copy(update={"device": SITE.device.model_copy(update={"outer_step": "in_place"})})
@@ -387,9 +441,9 @@ def test_a_joiner_gets_the_state_and_is_counted(world: LocalWorld) -> None:
         return counted(late)[-1]
 
     part = world.pool.submit(take_part)
-    while not part.done():
+    while "p9" not in counted(first[0])[-1]:
         world.rounds(first, 1)
-    assert part.result() == ["p0", "p1", "p2", "p9"]
+    assert part.result(DEADLINE_S) == ["p0", "p1", "p2", "p9"]
     agree(world.peers)
 
 

@@ -24,7 +24,7 @@ from diloco.observe.events import Remark, Stamped
 from diloco.protocol.streams import Welcome
 from diloco.run.launch import fetch_contract
 from diloco.transport import endpoint as runtime
-from diloco.transport.endpoint import Endpoint, Runtime, StartingError
+from diloco.transport.endpoint import Endpoint, Runtime, StartingError, reachable
 from tests.local import NoDirectory
 from tests.peers import DEADLINE_S
 
@@ -196,3 +196,23 @@ def test_a_secret_that_is_too_short_leaves_no_process_behind(monkeypatch: pytest
     with pytest.raises(UsageError, match="5 characters"):
         Endpoint(Site())
     assert made == []
+
+
+@pytest.mark.parametrize(
+    ("served", "toward", "address"),
+    [
+        ("127.0.0.1:7", "10.0.0.5:9", "127.0.0.1:7"),
+        ("0.0.0.0:7", "127.0.0.1:9", "127.0.0.1:7"),
+        ("[::]:7", "[::1]:9", "[::1]:7"),
+        ("[::]:7", "127.0.0.1:9", "127.0.0.1:7"),
+    ],
+)
+def test_a_server_for_all_addresses_is_reached_by_the_route_to_the_member(
+    served: str, toward: str, address: str
+) -> None:
+    """An IPv4 member, too, where it listens on all of IPv6, which serves both."""
+    assert reachable(served, toward) == address
+
+
+def test_a_member_of_another_family_is_no_reason_to_advertise_loopback() -> None:
+    assert reachable("0.0.0.0:7", "[fd00::5]:9") == reachable("0.0.0.0:7", None)

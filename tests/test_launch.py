@@ -30,6 +30,7 @@ from diloco.island.slices import whole_slices
 from diloco.observe.events import Listening, Stamped
 from diloco.run.launch import come_back, event_card, run_peer
 from diloco.run.options import PeerOptions
+from diloco.run.past import checkpoint_at
 from diloco.storage.checkpoint import save
 from diloco.transport.endpoint import known_here_only, listening
 from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until
@@ -246,8 +247,9 @@ def test_who_founds_a_run_again_does_not_go_on_from_what_it_made_before(
     monkeypatch.setenv(SINCE, str(10**6 * int(1.1e9)))
     written(founder.directory, contract, made(0, ME), made(1, ME), incarnation=new_incarnation())
     assert come_back(founder, Site(), contract) is founder
-    os.utime(saved)
+    kept(founder.directory, contract, ME, version=1)
     assert come_back(founder, Site(), contract).resume == founder.directory
+    assert checkpoint_at(founder.directory).version == 1
 
 
 def test_the_folder_of_the_site_comes_before_that_of_a_checkpoint(tmp_path: Path, contract: Contract) -> None:
@@ -296,10 +298,12 @@ def test_who_went_back_to_an_older_checkpoint_does_not_go_on_from_what_it_left(
     kept(tmp_path / "me", contract, ME, version=10)
     written(tmp_path / "me", contract, made(10, ME))
     written(tmp_path / "me", contract, made(3, ME), version=3)
-    assert come_back(PeerOptions(None, None, None, saved), Site(), None).resume == saved
+    assert come_back(PeerOptions(None, None, None, saved), Site(), None).resume == tmp_path / "me"
+    assert checkpoint_at(tmp_path / "me").version == 3
     kept(tmp_path / "me", contract, ME, version=11)
     written(tmp_path / "me", contract, made(11, ME), founds=False, version=3)
     assert come_back(PeerOptions(None, None, None, saved), Site(), None).resume == tmp_path / "me"
+    assert checkpoint_at(tmp_path / "me").version == 11
 
 
 # ---------------------------------------------------------------- launchers

@@ -16,7 +16,7 @@ from diloco.base.types import Commit, Counted, Leases, Member, Omitted, Progress
 from diloco.exchange.service import status_json
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
-from diloco.protocol.reduction import Reduction, Tally, covers, well_formed
+from diloco.protocol.reduction import Reduction, Tally, Times, covers, well_formed
 from diloco.protocol.roster import MAX_NAMES, WINDOW, Admission, Roster
 from diloco.protocol.view import (
     MAX_EVICTED,
@@ -344,13 +344,13 @@ def test_parts_that_were_owed_before_a_repair_are_owed_after_it() -> None:
     reduction = Reduction(begin(), "a", 0.0)
     for part, sender in product((0, 1), "ab"):
         reduction.contribution(sender, part, 1.0)
-    reduction.look(1.0, grace_s=5.0, alone_s=20.0)
+    reduction.look(1.0, grace_s=5.0, alone_s=20.0, voters=3)
     assert reduction.missing() == ("c",)
     assert reduction.times.until_s == 21.0  # nobody else owed anything
     repair = m.Repair(1, 0, 1, ("b",), (m.Span("a", 0, 2), m.Span("c", 2, 6)), "b died")
     moved, ready = reduction.repair(repair, 2.0)
     assert ([(span.owner, span.start, span.stop) for span in moved], ready) == ([("c", 2, 4)], [])
-    reduction.look(2.0, grace_s=5.0, alone_s=20.0)
+    reduction.look(2.0, grace_s=5.0, alone_s=20.0, voters=3)
     assert reduction.missing() == ("c",)
     assert reduction.times.until_s == 22.0
     assert [reduction.contribution("c", part, 3.0) for part in (0, 1)] == [True, True]
@@ -358,6 +358,33 @@ def test_parts_that_were_owed_before_a_repair_are_owed_after_it() -> None:
     assert reduction.missing() == ("c",)  # which owes the means of its own parts, and of those of b
     for part, sender in enumerate("aacccc"):
         assert reduction.mean(part, sender, (), 4.0) == (part == 5)
+
+
+@pytest.mark.parametrize(("voters", "until_s"), [(4, 21.0), (3, 21.0), (2, math.inf)])
+def test_half_of_those_who_vote_are_waited_for(voters: int, until_s: float) -> None:
+    reduction = Reduction(replace(begin(owners="c"), receivers=tuple(MEMBERS[:4])), "a", 0.0)
+    reduction.look(1.0, grace_s=5.0, alone_s=20.0, voters=voters)  # the other receivers are joiners
+    assert reduction.missing() == ("c",)
+    assert reduction.times.until_s == until_s
+
+
+def test_what_the_first_of_a_few_took_is_what_others_have() -> None:
+    times = Times(0.0)
+    times.look(0.1, {"b", "c"}, few=True, direct=True, grace_s=5.0, alone_s=480.0)
+    assert times.until_s == 480.1  # there is nothing to compare with
+    times.look(100.0, {"c"}, few=True, direct=True, grace_s=5.0, alone_s=480.0)
+    assert times.until_s == 100.0 + 300.0
+    times.look(200.0, {"c"}, few=True, direct=True, grace_s=5.0, alone_s=480.0)
+    assert times.until_s == 100.0 + 300.0
+
+
+def test_bytes_have_the_time_that_versions_take_of_late_and_twice_that_in_the_next_attempt() -> None:
+    policy = Policy(1, 5.0, 120.0)
+    assert policy.bytes_grace(0.0, 0) == (5.0, 480.0)
+    assert policy.bytes_grace(10.0, 0) == (5.0, 30.0)
+    assert policy.bytes_grace(1000.0, 0) == (5.0, 3000.0)
+    assert policy.bytes_grace(10.0, 2) == (5.0, 120.0)
+    assert policy.bytes_grace(0.0, 99) == policy.bytes_grace(1e9, 0) == (5.0, 16 * 480.0)
 
 
 def test_the_commit_names_the_parts_that_omit_somebody() -> None:
@@ -656,6 +683,15 @@ def test_a_suspected_peer_refutes_with_its_next_word() -> None:
     assert not roster.alive(B, 4.5)  # one that is heard may still be out of reach
     roster.answered(B, 4.6)
     assert roster.alive(B, 4.7)
+
+
+@pytest.mark.parametrize(("suspect_s", "until_s"), [(2.0, 3.0), (4.0, 5.0), (15.0, 5.0)])
+def test_a_joiner_that_answers_nobody_is_not_waited_for_long(suspect_s: float, until_s: float) -> None:
+    roster = Roster(A, suspect_s, offences_allowed=3)
+    roster.heard(B, 0.0)
+    assert [roster.is_unreached(B, now) for now in (until_s, until_s + 0.1)] == [False, True]
+    roster.answered(B, 1.0)
+    assert not roster.is_unreached(B, until_s + 0.1)
 
 
 @pytest.mark.parametrize(("sequence", "reply", "alive"), [(1, m.Reply.REPLAYED, False), (2, m.Reply.OK, True)])

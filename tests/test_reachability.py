@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,18 +15,33 @@ from diloco.observe.screen import status_text
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract
 
 pytestmark = pytest.mark.slow
-NOWHERE = "192.0.2.1:9"
-"""An address of documentation (RFC 5737), where nobody is and which no route leads to: as behind a filter."""
 TOLD_S = 10.0
 
 
-@pytest.mark.parametrize("where", ["nowhere", "at the address of another"])
-def test_a_joiner_that_nobody_reaches_is_refused_and_the_run_goes_on(tmp_path: Path, where: str) -> None:
-    with ending([PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=1, steps=24)))]) as peers:
+@pytest.fixture
+def filtered() -> Iterator[str]:
+    """An address at which the first packet of each connection is dropped, as by a filter: a full queue does so."""
+    with ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1))
+        host, port = listening.getsockname()
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex((host, port))
+        with pytest.raises(TimeoutError):
+            socket.create_connection((host, port), timeout=0.5)
+        yield f"{host}:{port}"
+
+
+@pytest.mark.parametrize("where", ["filtered", "filtered, patient timeouts", "at the address of another"])
+def test_a_joiner_that_nobody_reaches_is_refused_and_the_run_goes_on(tmp_path: Path, where: str, filtered: str) -> None:
+    timeouts = ("heartbeat_s=2.0", "suspect_s=15.0") if "patient" in where else ()  # those of peers/wan.toml
+    site = [word for value in timeouts for word in ("--set", f"timeouts.{value}")]
+    with ending([PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=1, steps=24)), *site)]) as peers:
         (a,) = peers
         a.reaches(2, ["a"])
-        address = NOWHERE if where == "nowhere" else a.ticket().partition("/")[0]
-        hidden = PeerProcess("hidden", tmp_path, "--join", a.ticket(), "--set", f"network.advertise={address}")
+        address = a.ticket().partition("/")[0] if "another" in where else filtered
+        hidden = PeerProcess("hidden", tmp_path, "--join", a.ticket(), "--set", f"network.advertise={address}", *site)
         peers.append(hidden)
         hidden.ticket()
         since_s, before = time.monotonic(), a.version()

@@ -20,6 +20,7 @@ from diloco.observe.events import to_json
 from diloco.storage import checkpoint, saving
 from diloco.storage.checkpoint import load
 from diloco.storage.saving import CheckpointSchedule, Contents, Saver, Written
+from diloco.storage.stateful import _device_of
 from tests.fronts import drive
 from tests.peers import DEADLINE_S
 
@@ -146,3 +147,13 @@ def test_a_disk_that_refuses_is_a_warning_and_at_the_end_an_error(
     assert "\n" not in caplog.messages[0]  # a terminal is shown it as a backslash and an n
     with pytest.raises(ResourceError, match="cannot write checkpoint"):
         training.last()
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "device"),
+    [("row_var", {}, "meta"), ("step", {}, "cpu"), ("step", {"capturable": True}, "meta")],
+)
+def test_values_of_an_optimizer_come_back_where_its_kernels_read_them(key: str, options: Any, device: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.Adam([parameter], **options)
+    assert _device_of(parameter, key, optimizer) == torch.device(device)

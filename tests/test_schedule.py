@@ -18,7 +18,7 @@ from diloco.config.codec import CodecSection
 from diloco.config.contract import Contract, OuterSection
 from diloco.models import build_model
 from diloco.outer.average import fold, mean_digest
-from diloco.outer.fragments import Layout, Weights
+from diloco.outer.fragments import Layout, Weights, read_fragment
 from diloco.outer.line import Diverged, Line, PendingContribution, Weighing, keep_local, weights_to_keep
 from diloco.outer.merge import mix, open_merge
 from diloco.outer.optimizers import open_outer
@@ -262,6 +262,30 @@ def test_what_eager_foresees_is_in_no_checkpoint(tmp_path: Path) -> None:
     for entry in a.line.layout.fragments[0].entries:
         assert torch.equal(a.line.parameters[entry.name], moved[entry.name])
         assert not torch.allclose(moved[entry.name], trained[entry.name], atol=1e-4)
+    run.end()
+
+
+def keeps_all(run: PaperRun, name: str) -> None:
+    """A checkpoint of the peer has its weights, or they are the anchor to the last bit."""
+    line = run.peers[name].line
+    anchors = [line.state.fragments[fragment.index].anchor for fragment in line.layout.fragments]
+    held = [read_fragment(line.parameters, fragment) for fragment in line.layout.fragments]
+    assert line.trained.tokens == 0
+    assert ("local" in save_line(line, run.contract)[0]) != all(map(torch.equal, anchors, held))
+
+
+def test_progress_whose_tokens_are_committed_is_in_checkpoints(tmp_path: Path) -> None:
+    """That of the fragments that the version did not move, and of parts that it omitted."""
+    run = PaperRun(tmp_path / "fragments", "ab", record=False, sync={"fragments": 2, "part_elements": 4096})
+    run.round()
+    keeps_all(run, "a")
+    run.end()
+    run = PaperRun(tmp_path / "parts", "ab", record=False, sync={"fragments": 1, "part_elements": 4096})
+    run.round(omitted=[Omitted("a", 0, 1)])
+    keeps_all(run, "a")
+    keeps_all(run, "b")
+    run.round()
+    keeps_all(run, "a")
     run.end()
 
 

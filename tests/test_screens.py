@@ -80,7 +80,7 @@ class GrpcRuntime:
 
     def __init__(self, world: LocalWorld, address: str) -> None:
         self.loop = world.loop
-        self.link: Link = world.ask(lambda: GrpcLink(rpc_s=1.0, keys=KEYS))
+        self.link: Link = world.ask(lambda: GrpcLink(rpc_s=tests.local.SITE.timeouts.rpc_s, keys=KEYS))
         self._world = world
         self._server: Any = None
         self.opened.append(self)
@@ -164,6 +164,7 @@ SPOILS: dict[str, Callable[[Part], list[Part]]] = {
     "inflating": lambda part: [Part(part.index, BOMB)],
     "no such part": lambda part: [Part(part.index + 1000, part.payload)],
     "not the receiver's part": lambda part: [Part((part.index + 2) % 5, part.payload)],
+    "twice, with other bytes": lambda part: [part, Part(part.index, part.payload[::-1])],
     "another part's bytes": lambda part: [Part(part.index, b"\x28\xb5\x2f\xfd" + part.payload[4:][::-1])],
 }
 
@@ -192,8 +193,6 @@ def test_an_absurd_contribution_is_left_out_and_leaves_no_trace(world: LocalWorl
 
 
 def test_parts_and_messages_that_come_twice_count_once(world: LocalWorld) -> None:
-    """The second of each part holds other bytes, which must not get in."""
-
     def twice(part: Part) -> list[Part]:
         return [part, part]
 

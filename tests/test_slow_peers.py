@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from diloco.base.types import Commit, Leases
+from diloco.base.types import Closed, Commit, Leases
 from diloco.exchange.lane import Lane
 from tests.fronts import drive
 from tests.local import LocalPeer, LocalWorld
@@ -37,6 +39,11 @@ def go_on(world: LocalWorld, *slow: LocalPeer, versions: int = 3 * BACKLOG) -> N
     until(lambda: all(one.version >= target for one in exchanges), "their exchanges have closed them, too", 20.0)
 
 
+def means() -> list[Closed]:
+    """All closed versions with their means in the memory of this process."""
+    return [one for one in gc.get_objects() if issubclass(type(one), Closed) and one.parts]
+
+
 def counted_tokens(commits: list[Commit], peer: str) -> int:
     return sum(entry.tokens for commit in commits for entry in commit.counted if entry.peer == peer)
 
@@ -49,9 +56,17 @@ def has_offer(world: LocalWorld, slow: LocalPeer) -> bool:
 
 
 def test_no_more_means_than_the_backlog_wait_for_training(world: LocalWorld) -> None:
+    """All that closed are counted, wherever they are kept: each peer has those of its backlog, and perhaps the next."""
     slow = world.peers[3]
-    go_on(world, slow)
-    assert len(slow.peer.exchange.closed()) <= BACKLOG
+    gc.collect()
+    before = {id(one) for one in means()}
+    go_on(world, slow, versions=8 * BACKLOG)
+    assert slow.peer.exchange.behind
+    assert slow.peer.exchange.closed() == ()
+    gc.collect()
+    kept = Counter(one.commit.version for one in means() if id(one) not in before)
+    assert len(kept) <= BACKLOG + 1
+    assert max(kept.values()) <= 2 * len(world.peers)
 
 
 def test_who_trains_through_more_versions_copies_the_state_and_goes_on(world: LocalWorld) -> None:

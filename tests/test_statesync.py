@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -23,13 +23,13 @@ from diloco.base.types import Closed, Commit, Counted
 from diloco.config.contract import OuterSection
 from diloco.config.site import NetworkSection, Site
 from diloco.exchange import statesync
-from diloco.exchange.archive import MAX_SNAPSHOTS, UNREAD_STALLS, Backlog, Snapshots, Untaken, make_offer
+from diloco.exchange.archive import MAX_SNAPSHOTS, UNREAD_STALLS, Archive, Backlog, Snapshots, Untaken, make_offer
 from diloco.exchange.service import ExchangeService
 from diloco.exchange.statesync import MAX_FRUITLESS_PASSES, PAUSE_S, STRIPE_BYTES, download, why_useless
 from diloco.outer.fragments import Layout
 from diloco.outer.line import leads_to
 from diloco.outer.optimizers import open_outer
-from diloco.outer.state import OuterState
+from diloco.outer.state import COPIED_AT_ONCE_BYTES, OuterState, copied_bytes
 from diloco.peer.peer import Peer
 from diloco.peer.terms import serve_bps_of
 from diloco.protocol.messages import Fork, Reply
@@ -277,6 +277,19 @@ def test_a_version_that_counts_us_is_known_when_our_lineage_ends() -> None:
     assert leads_to(second, third, ())
     assert leads_to(second, goes_on, [Fork("lineage", 20)])
     assert not leads_to(second, goes_on, [Fork("lineage", 19), Fork("another", 30)])
+
+
+def test_a_founding_on_the_copied_state_waits_for_the_training_side() -> None:
+    """It closed while the state of the version before it was copied, and has that version itself."""
+    backlog = Backlog(4, STATE_BYTES)
+    before, untaken = commit(7, ()), Untaken("a", backlog, witness=False)
+    apart = replace(before, fragment=-1, lineage="apart", previous=before.digest)
+    after = replace(commit(8, ()), lineage="apart", previous=apart.digest)
+    for one in (before, apart, after):
+        backlog.add(Closed(one, ()), None)
+    assert untaken.restart(7, before) == ([apart, after], False)
+    assert [closed.commit for closed in untaken.take()] == [apart, after]
+    assert untaken.restart(7, apart) == ([after], False)
 
 
 def test_a_member_that_spoils_chunks_is_left_out(state: OuterState) -> None:
@@ -608,6 +621,58 @@ def test_a_snapshot_of_which_bytes_are_taken_stays() -> None:
     snapshots.read(states[0].digest, 0.6 * IDLE_S)
     snapshots.forget(1, 1.2 * IDLE_S)
     assert snapshots.oldest_version() == 0
+
+
+@pytest.mark.parametrize("elements", [0, 1, COPIED_AT_ONCE_BYTES // 4, COPIED_AT_ONCE_BYTES // 4 + 3])
+def test_bytes_of_a_state_are_copied_in_pieces_and_whole(elements: int) -> None:
+    values = torch.arange(elements, dtype=torch.float32)
+    copy = copied_bytes(values)
+    assert copy == values.numpy().tobytes()
+    if elements:
+        copy[0] ^= 1
+        assert copy != values.numpy().tobytes()
+
+
+class NoLanes:
+    """An archive's lanes without any bytes, that count the means which are asked for."""
+
+    means = 0
+
+    def each(self, *work: Any) -> None:
+        """Nothing is kept here."""
+
+    async def mean(self, digest: str) -> Sequence[bytes]:
+        self.means += 1
+        return (b"",)
+
+
+def test_the_first_of_several_commits_is_sent_before_the_others_are_gathered() -> None:
+    """Whoever asks waits `stall_s` for it, in which an island of several ranks gathers no whole backlog."""
+    lanes = NoLanes()
+    archive = Archive(lanes, 2, 4, 10**6, STALL_S)  # type: ignore[arg-type]
+    for version in (1, 2, 3):
+        archive.backlog.add(Closed(commit(version, (b"",)), (b"",)), None)
+
+    async def ask() -> list[int]:
+        commits = archive.commits(0)
+        first = await anext(commits)
+        assert (first.commit.version, lanes.means) == (1, 1)
+        return [closed.commit.version async for closed in commits]
+
+    assert asyncio.run(ask()) == [2, 3]
+
+
+def test_no_state_is_overwritten_while_an_earlier_one_is_copied() -> None:
+    """They share the buffers of each fragment that has not moved in between."""
+    archive, states = Archive(NoLanes(), 2, 4, 10**6, STALL_S), versions(2)  # type: ignore[arg-type]
+    archive.hold(states[0], None, 1)
+    archive.offer(states[0], make_offer(states[0], None))
+    archive.backlog.add(Closed(commit(1, ()), ()), 0)
+    archive.hold(states[1], None, 2)
+    assert archive.snapshots.oldest_version() == 0
+    assert not archive.reuse()
+    archive.backlog.clear()  # nothing leads on from the earlier one any more
+    assert archive.reuse()
 
 
 def test_chunks_that_do_not_exist_are_not_there() -> None:

@@ -102,7 +102,7 @@ def audit(directories: Sequence[Path]) -> Audit:
 def examine(books: Sequence[Book], chain: ChainRecord) -> Audit:
     """Audit of ledgers without checkpoints, from files or from memory; `chain` is built from their commits."""
     result = Audit(lineages=len({commit.lineage for commit in chain.commits.values()}))
-    lives = [(book.peer, life) for book in books for life in book.lives]
+    lives = [(life.opening["peer"], life) for book in books for life in book.lives]  # a folder may have seen two names
     result.violations += [*_agreement(chain), *_exactly_once(chain), *_balances(lives)]
     result.violations += [*_kept_and_counted(lives, chain), *_lineage_findings(books, chain)]
     # Where a disk was full, records are missing for a known reason. Then a missing version is only a note.
@@ -364,8 +364,9 @@ def _row(book: Book, chain: ChainRecord) -> dict[str, Any]:
     committed = sum(one.committed for one in totals)
     at = chain.commits.get(last.head)
     states = [record.fields["state"] for record in last.records if "state" in record.fields]
+    names = {life.opening["peer"] for life in book.lives}
     entries = (entry for commit in chain.commits.values() for entry in commit.counted)
-    counted = sum(entry.tokens for entry in entries if entry.peer == book.peer)
+    counted = sum(entry.tokens for entry in entries if entry.peer in names)
     return {
         "peer": book.peer,
         "lives": len(book.lives),

@@ -417,6 +417,9 @@ class LeftOff:
     version: int
     commit: Commit | None
     """The last that the peer applied in the run that it founded or joined last; None when it died before the first."""
+    history: Mapping[int, frozenset[str]] | None
+    """Digests of the commits on which the peer stood in that run, by version: without those that it left for others.
+    None where a full disk refused some."""
 
     @property
     def others(self) -> tuple[Member, ...]:
@@ -429,17 +432,29 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
     opening: Mapping[str, Any] = {}
     last: Record | None = None
     version = 0
+    history: dict[int, frozenset[str]] = {}
+    whole = True
     for record in records:
         fields = record.fields
         if record.kind == "open":
-            if fields["founds"] or fields["contract_digest"] != opening.get("contract_digest"):
+            another = fields["contract_digest"] != opening.get("contract_digest")
+            if fields["founds"] or another:
                 last = None  # those of before are not in this run, or in a lineage that was left on purpose
+            if another or (fields["founds"] and not fields["resumed"]):
+                whole = True
+                history.clear()
             opening, version = fields, fields["version"]
         elif record.kind == "commit":
             last, version = record, fields["commit"]["version"]
         elif record.kind == "adopt":
             version = fields["version"]
+        elif record.kind == "gap":
+            whole = False
+        if "digest" in fields:
+            history = {at: stood for at, stood in history.items() if at <= version}
+            history[version] = history.get(version, frozenset()) | {fields["digest"]}  # two where a lineage is founded
     if not opening:
         return None
     commit = last.commit if last else None
-    return LeftOff(opening["peer"], opening["contract_digest"], opening["incarnation"], version, commit)
+    stood = history if whole else None
+    return LeftOff(opening["peer"], opening["contract_digest"], opening["incarnation"], version, commit, stood)

@@ -45,6 +45,8 @@ class Train(Decision):
     """Trained here since a commit counted this peer last."""
     trainers: int = 1
     peers: tuple[str, ...] = ()
+    first: bool = False
+    """Whether the peer is the first of those that train."""
     digest: str = ""
     entered: bool = False
     """Whether the peer is in the view."""

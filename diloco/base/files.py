@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -45,14 +45,16 @@ def make_folders(path: Path) -> None:
     """Make a folder, and those above it, where they are missing, and keep their names for certain. Raises OSError."""
     if path.is_dir():
         return
-    if path.exists():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     make_folders(path.parent)
-    path.mkdir(exist_ok=True)
+    try:
+        path.mkdir(exist_ok=True)  # another process may have made it meanwhile
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
     try:
         sync_path(path.parent)
     except OSError:
-        path.rmdir()  # or the next call would find it there, and sync nothing
+        with suppress(OSError):  # where another process has put a file there
+            path.rmdir()  # or the next call would find it there, and sync nothing
         raise
 
 

@@ -159,6 +159,10 @@ class Commit:
         """Digest of the commit: SHA-256 of `to_bytes()`, hexadecimal."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
+    def omits(self, peer: str) -> bool:
+        """Whether the version omits parts of a contribution of this peer."""
+        return any(entry.peer == peer for entry in self.omitted)
+
     def counts(self, peer: str, part: int) -> bool:
         """Whether the commit counts the contribution of `peer` in this part of the mean."""
         omitted = any(entry.peer == peer and entry.start <= part < entry.stop for entry in self.omitted)

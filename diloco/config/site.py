@@ -193,7 +193,7 @@ class TimeoutsSection(Section):
     rpc_s: PositiveSeconds = 5.0
     """Deadline of one control message."""
     join_s: PositiveSeconds = 120.0
-    """Deadline of joining, in seconds. The wait for the run to start does not count."""
+    """No byte of the state comes for this long: the join fails. The wait for the run to start does not count."""
     leave_s: PositiveSeconds = 20.0
     """After the first Ctrl-C, how long to wait for the version that counts this peer's work."""
     collective_s: PositiveSeconds = 600.0

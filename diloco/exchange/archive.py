@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -84,6 +84,11 @@ class Backlog:
     def since(self, version: int) -> list[Closed]:
         """All versions of the backlog after `version`; none, unless the next one is kept."""
         return self.after(version) if self.leads_on_from(version) else []
+
+    def founded_on(self, commit: Commit | None) -> list[Closed]:
+        """The founding of a lineage on the state of `commit`, if the backlog keeps one."""
+        digest = commit.digest if commit is not None else None
+        return [closed for closed in self._closed if closed.commit.fragment < 0 and closed.commit.previous == digest]
 
     def leads_on_from(self, version: int) -> bool:
         """Whether the backlog keeps the version after `version`, and so all after it."""
@@ -166,15 +171,16 @@ class Untaken:
         if self.passed is None:
             self.passed = next((c for c in commits if any(entry.peer == self._peer for entry in c.counted)), None)
 
-    def restart(self, version: int) -> tuple[Sequence[Commit], bool]:
-        """The training side has copied the state of `version`: what closed since waits for it.
+    def restart(self, version: int, commit: Commit | None) -> tuple[Sequence[Commit], bool]:
+        """The training side has copied the state of `version`, which is `commit`'s: what closed since waits for it.
 
-        Returns those commits, and whether versions are missing before them: then it is behind once more.
+        Returns those commits, and whether versions are missing before them: then it is behind once more. A founding on
+        that very state has its version.
         """
         with self._changed:
             later = self._backlog.after(version)
             missing = bool(later) and later[0].commit.version != version + 1
-            self._closed = deque(() if missing else later)
+            self._closed = deque(() if missing else [*self._backlog.founded_on(commit), *later])
             self.passed = None
             if not later:
                 self._backlog.copying_from = None
@@ -303,10 +309,11 @@ class Archive:
         self._lanes.each(Lane.retain, tuple(self._numbers.values()))
 
     def reuse(self) -> bool:
-        """Let the kept state be overwritten, unless a peer copies it. Until `hold` it is offered for no copy."""
+        """Let the kept state be overwritten, unless a peer copies a state: an earlier one shares the buffers of all
+        fragments that have not moved since. Until `hold` it is offered for no copy."""
         if self.state is not None:
             self.snapshots.forget(self.state.version, monotonic_s())
-            self.reused = self.state.digest not in self.snapshots.digests()
+            self.reused = not self.snapshots.digests()
         return self.reused
 
     def number_at(self, version: int) -> int:
@@ -343,12 +350,11 @@ class Archive:
         self.means.append(digest)
         self._lanes.each(Lane.keep_means, {*self.means, *self.backlog.means()})
 
-    async def commits(self, since: int) -> list[Closed]:
-        """Commits of the backlog after version `since` with their means from the lanes, without gaps."""
-        found = []
+    async def commits(self, since: int) -> AsyncIterator[Closed]:
+        """Commits of the backlog after version `since` with their means from the lanes, without gaps. Each mean is
+        gathered when it is asked for: of several ranks it takes time and memory."""
         for closed in self.backlog.since(since):
             parts = await self._lanes.mean(closed.commit.mean_digest) if closed.parts else ()
             if parts is None:
-                break
-            found.append(Closed(closed.commit, parts))
-        return found
+                return
+            yield Closed(closed.commit, parts)

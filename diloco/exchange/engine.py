@@ -157,7 +157,7 @@ class Exchange(ExchangeTasks):
 
         def held() -> None:
             if copied:  # the state may be older than what closed here: the versions in between are to be applied
-                later, self.behind = self.untaken.restart(state.version)
+                later, self.behind = self.untaken.restart(state.version, commit)
                 self.lanes.each_other(Lane.pass_over, 0, later)
             self.archive.hold(state, commit, number)
             self._spawn(self._notify_moved())
@@ -447,7 +447,7 @@ class Exchange(ExchangeTasks):
         with suppress(TimeoutError):  # bytes may overtake `Begin` or `Repair`: not reading them holds the sender back
             async with self.moved, asyncio.timeout(self.terms.timing.stall_s):
                 await self.moved.wait_for(reached)
-        if self.lane.key == key:
+        if self.lane.key == key and reached():
             return m.Reply.OK
         now_at = self.machine.reducing or (self.machine.making, -1, 0)
         return m.Reply.STALE if now_at > moment else m.Reply.TOO_EARLY

@@ -25,7 +25,7 @@ from diloco.exchange.sending import MAX_STREAM_TRIES, Key, PartSender
 from diloco.exchange.terms import LaneTerms
 from diloco.exchange.work import BadContribution, LaneEvents, LanePayloads, SteppedVersion
 from diloco.outer.optimizers import Stepping
-from diloco.outer.state import ELEMENT_BYTES, OuterState, StateChunk
+from diloco.outer.state import ELEMENT_BYTES, OuterState, StateChunk, copied_bytes
 from diloco.protocol import messages as m
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.transport.link import Link, LinkRefused
@@ -300,7 +300,7 @@ class Lane(ExchangeTasks):
         """Begin to copy a state from other peers into this lane; the copy begins with the lane's latest state."""
         assert self._latest is not None
         self._copied = None
-        self._copy = {name: bytearray(buffer.numpy().data) for name, buffer in self._latest.buffers()}
+        self._copy = {name: copied_bytes(buffer) for name, buffer in self._latest.buffers()}
 
     def fill(self, buffer: str, part: int, data: bytes) -> None:
         """Put one part into the copy of a state that this lane receives."""

@@ -292,7 +292,7 @@ class LaneService(Service):
     def on_lanes(self) -> tuple[str, ...]:
         raise _not_here()
 
-    async def on_fetch_commits(self, since: int) -> list[Closed]:
+    def on_fetch_commits(self, since: int) -> AsyncIterator[Closed]:
         raise _not_here()
 
     async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:

@@ -46,7 +46,8 @@ class Fetcher:
         rules, lane = terms.rules, terms.lane
         parts = max(rules.parts, default=0)
         mean_bytes = parts * lane.max_part_bytes
-        kept_bytes = state_bytes(lane.layout, lane.optimizer) + rules.backlog_versions * mean_bytes
+        lanes = max((fragment.lanes for fragment in lane.layout.fragments), default=1)  # ours has one share of a state
+        kept_bytes = lanes * state_bytes(lane.layout, lane.optimizer) + rules.backlog_versions * mean_bytes
         self._limits = Limits(parts, lane.max_part_bytes, kept_bytes)
         """Bounds of an answer from another peer's backlog: no larger than this peer's own may be."""
 

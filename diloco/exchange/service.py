@@ -65,8 +65,8 @@ class ExchangeService(Service):
     def on_lanes(self) -> tuple[str, ...]:
         return (self.exchange.me.address, *self.exchange.lane_addresses)
 
-    async def on_fetch_commits(self, since: int) -> list[Closed]:
-        return await self._archive.commits(since)
+    def on_fetch_commits(self, since: int) -> AsyncIterator[Closed]:
+        return self._archive.commits(since)
 
     async def on_fetch_mean(self, digest: str) -> Sequence[bytes] | None:
         return await self.exchange.lanes.mean(digest)

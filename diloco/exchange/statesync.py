@@ -25,6 +25,7 @@ from diloco.outer.state import (
     OuterOptimizer,
     OuterState,
     StateChunk,
+    copied_bytes,
     manifest_digest,
     part_bytes,
     places,
@@ -199,7 +200,7 @@ class _StateCopy:
         self._hashes = [chunk.digest for chunk in self._manifest]
         """Hash of the present content of each place."""
         self._wanted: list[int] = []
-        self.buffers = {name: bytearray(buffer.numpy().data) for name, buffer in local.buffers()}
+        self.buffers = {name: copied_bytes(buffer) for name, buffer in local.buffers()}
         self.total_bytes = sum(map(self._size, self._manifest))
         self.here_bytes = self.total_bytes
         self.fetched_bytes = 0

@@ -459,6 +459,7 @@ class GossipLife:
             version=peer.version,
             tokens=peer.position(),
             peers=(peer.name, *(word.member.peer for word in peer.exchange.alive())),
+            first=all(peer.name < word.member.peer for word in peer.exchange.alive()),
             digest=peer.line.state.digest,
             entered=peer.progress.phase != Phase.WAITING,
             done=self._averaged,

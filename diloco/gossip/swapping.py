@@ -432,8 +432,9 @@ class Swapping(ExchangeTasks):
     def on_lanes(self) -> tuple[str, ...]:
         return ()
 
-    async def on_fetch_commits(self, since: int) -> list[Closed]:
-        return []
+    async def on_fetch_commits(self, since: int) -> AsyncIterator[Closed]:
+        for closed in list[Closed]():  # nothing is committed
+            yield closed
 
     async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
         return None

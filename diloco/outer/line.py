@@ -144,6 +144,9 @@ class Line:
     """On this thread, or ahead of the exchange on another (`Encoder`)."""
     align: bool = False
     """Late pseudo-gradients are turned towards the outer momentum (`diloco.outer.pseudograd`)."""
+    remainder: bool = False
+    """Progress may be left whose tokens are committed: that of other fragments than the latest version's that counted
+    us, or of parts that it omitted. Rank 0's."""
     since: int = field(init=False)
     """Version at which the progress that is not committed yet began."""
 
@@ -178,8 +181,7 @@ class Line:
 
     def applying(self, commit: Commit, counted: bool, state_unused: bool) -> Apply:
         """Decision to apply a version to the line. Rank 0. `state_unused`: nobody else reads its state before that."""
-        omitted = any(entry.peer == self.peer for entry in commit.omitted)
-        in_place = state_unused and counted and not (omitted or self.merge.needs_gradient)
+        in_place = state_unused and counted and not (commit.omits(self.peer) or self.merge.needs_gradient)
         return Apply(commit.to_bytes().decode(), counted, in_place)
 
 
@@ -278,7 +280,8 @@ def expect(line: Line, commit: Commit) -> Counted | None:
 def book(line: Line, commit: Commit, mine: Counted | None) -> None:
     """Take `mine`, the contribution that a version counts, off the line's progress, after it was applied. Rank 0."""
     if mine is not None:
-        line.trained.add(-mine.tokens, -mine.blocks)
+        line.trained.tokens -= mine.tokens  # the reader of leased blocks sets their number
+        line.remainder = commit.omits(line.peer) or len(line.layout.fragments) > 1
     if mine is not None or not line.trained.tokens:
         line.since = commit.version
 
@@ -363,6 +366,8 @@ def book_adoption(line: Line, adoption: Adoption) -> None:
         return
     line.commit = adoption.commit
     line.trained = UncommittedProgress(line.trained.tokens - adoption.given_up, 0)  # the lease is another one, too
+    if adoption.given_up:
+        line.remainder = len(line.layout.fragments) > 1
     if not line.trained.tokens:
         line.since = line.state.version
 
@@ -408,5 +413,5 @@ def drop(line: Line) -> None:
 def book_drop(line: Line) -> int:
     """Set the line's progress to none after `drop`. Returns the discarded tokens; data blocks stay used. Rank 0."""
     discarded, line.trained.tokens = line.trained.tokens, 0
-    line.since = line.state.version
+    line.remainder, line.since = False, line.state.version
     return discarded

@@ -18,6 +18,7 @@ from diloco.compress.codec import magnitude
 from diloco.outer.fragments import Fragment, Layout
 
 ELEMENT_BYTES = torch.float32.itemsize
+COPIED_AT_ONCE_BYTES = 2**20
 TILE_ELEMENTS = 2**17
 """512 KiB of fp32: temporaries of this size stay in a core's cache and in the allocator. Whole ones are as large as the
 fragment, and the kernel hands out, and clears, each of their pages: half of the time of an outer step."""
@@ -156,7 +157,11 @@ class OuterState:
         if got != expected or len(steps) != len(layout.fragments) or min(steps) < 0:
             raise StateError("the outer state received does not fit the model", "is it from a run of this contract?")
         writable = {name: data if isinstance(data, bytearray) else bytearray(data) for name, data in buffers.items()}
-        tensors = {name: torch.frombuffer(data, dtype=torch.float32) for name, data in writable.items()}
+        # A rank holds nothing of a fragment that has fewer parts than its island has ranks.
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        tensors = {
+            name: torch.frombuffer(data, dtype=torch.float32) if data else nothing for name, data in writable.items()
+        }
         fragments = []
         for fragment, count in zip(layout.fragments, steps, strict=True):
             slots = {name: tensors[f"{fragment.index}/{name}"] for name in optimizer.slot_names}
@@ -210,6 +215,16 @@ def manifest_digest(manifest: Sequence[StateChunk], steps: Sequence[int]) -> str
 def memory_of(buffer: Tensor) -> memoryview:
     """Bytes of a flat host tensor of the outer state, where they are."""
     return buffer.numpy().data.cast("B")
+
+
+def copied_bytes(buffer: Tensor) -> bytearray:
+    """Copy of the bytes of a flat host tensor of the outer state, made in pieces, between which other threads run: a
+    copy of a GB in one piece holds Python's lock for a second."""
+    memory = memory_of(buffer)
+    copy = bytearray(len(memory))
+    for start in range(0, len(memory), COPIED_AT_ONCE_BYTES):
+        copy[start : start + COPIED_AT_ONCE_BYTES] = memory[start : start + COPIED_AT_ONCE_BYTES]
+    return copy
 
 
 class OuterOptimizer(ABC):

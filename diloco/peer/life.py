@@ -89,6 +89,7 @@ class PeerLife:
     def ready(self, steps: int) -> Train:
         """The end of a meeting of the peer's ranks: its position, and how many inner steps are to be done."""
         line, commit = self.line, self.line.commit
+        trainers = [member.peer for member in commit.view if not member.witness] if commit else []
         return Train(
             steps,
             version=line.state.version,
@@ -96,6 +97,7 @@ class PeerLife:
             uncommitted=line.trained.tokens,
             trainers=line.trainers,
             peers=tuple(member.peer for member in commit.view) if commit else (),
+            first=trainers[:1] == [self.peer.name],
             digest=line.state.digest,
             entered=self.peer.stands_in_view,
             done=self.peer.done,

@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SETTLE_POLL_S = 0.05
+MAX_REFUSED_S = 2.0
+"""Longest time for which a joiner that nobody reaches is refused before it ends: its members took 5 s to say so."""
 
 
 class PeerRecord(Protocol):
@@ -123,7 +125,8 @@ class Peer:
         """Tokens of all peers, committed on lineages that we followed and that ended."""
         self.progress = Progress()
         self.asked_to_leave: Callable[[], bool] = lambda: False
-        self._reported_s = monotonic_s()
+        self._reported_s = self._copied_s = monotonic_s()
+        """When it told last how much of a state it has copied, and when bytes of one came last."""
         self._presence: Presence | None = None
 
     # ------------------------------------------------------------ deciding
@@ -234,7 +237,8 @@ class Peer:
         total_bytes = sum(buffer.nbytes for _, buffer in self.line.state.buffers())
         self.events.emit(StateCopying(0, total_bytes))
         copying = self.exchange.copy_state(sources, self.line.state, self.line.commit, self._on_copied)
-        state, offer, forks = yield from in_time(copying, self.site.timeouts.join_s, self.asked_to_leave, check)
+        join_s = self.site.timeouts.join_s
+        state, offer, forks = yield from in_time(copying, join_s, self.asked_to_leave, check, lambda: self._copied_s)
         line, before = self.line, self.line.commit
         if line.sent is not None:
             line.sent = replace(line.sent, passed=line.sent.passed or self.exchange.untaken.passed)
@@ -257,7 +261,7 @@ class Peer:
 
     def _on_copied(self, done_bytes: int, total_bytes: int) -> None:
         failpoints.hit("copying-state")
-        now_s = monotonic_s()
+        now_s = self._copied_s = monotonic_s()
         if now_s - self._reported_s >= 1.0 or done_bytes == total_bytes:
             self._reported_s = now_s
             self.events.emit(StateCopying(done_bytes, total_bytes))
@@ -276,9 +280,11 @@ class Peer:
 
     @property
     def stands_in_view(self) -> bool:
-        """Whether the version that we have applied, and not only heard of, includes us."""
-        commit = self.line.commit
-        return self.exchange.in_view and commit is not None and commit.member(self.name) is not None
+        """Whether the version that we have applied, and not only heard of, includes us: this life, and no earlier one
+        of our name, which may still be kept there."""
+        commit, life = self.line.commit, self.exchange.me.incarnation
+        member = commit.member(self.name) if commit is not None else None
+        return self.exchange.in_view and member is not None and member.incarnation == life
 
     # ------------------------------------------------------------ versions
 
@@ -441,7 +447,7 @@ class Refusal:
         refused_s = now_s - self._since_s
         if self._reply is Reply.FENCED and refused_s > 3 * self._timeouts.suspect_s:
             raise EvictedError(f"the run has a live peer named {exchange.name}", "choose another peer.name")
-        if self._reply is Reply.UNREACHED and refused_s > 2 * self._timeouts.heartbeat_s:
+        if self._reply is Reply.UNREACHED and refused_s > min(2 * self._timeouts.heartbeat_s, MAX_REFUSED_S):
             cause = f"nobody reaches {exchange.me.address}: the members hear this peer, and it does not hear them"
             fix = "let connections in at that port, or set network.advertise to an address and port that others reach"
             raise UnreachableError(cause, fix)
@@ -462,11 +468,15 @@ def left(exchange: Exchange, site: Site) -> Life[None]:
 
 
 def in_time(
-    copying: Future[T], timeout_s: float, asked_to_leave: Callable[[], bool], check: Callable[[], None] = lambda: None
+    copying: Future[T],
+    timeout_s: float,
+    asked_to_leave: Callable[[], bool],
+    check: Callable[[], None] = lambda: None,
+    came_s: Callable[[], float] = lambda: 0.0,
 ) -> Life[T]:
-    """The state a peer copies, and its offer. Raises StateError, also after `timeout_s` and once it is to leave, and
-    what `check` raises meanwhile."""
-    deadline_s = monotonic_s() + timeout_s
+    """The state a peer copies, and its offer. Raises StateError, also where no bytes came (`came_s`) for `timeout_s` or
+    it is to leave; and what `check` raises meanwhile."""
+    since_s = monotonic_s()
     while not copying.done():
         yield Wait(copying, POLL_S)
         if copying.done():
@@ -476,10 +486,10 @@ def in_time(
         except DilocoError:
             copying.cancel()
             raise
-        if monotonic_s() > deadline_s:
+        if monotonic_s() > max(since_s, came_s()) + timeout_s:
             copying.cancel()
             fix = "raise timeouts.join_s; or membership.backlog_versions, where so many versions close meanwhile"
-            raise StateError(f"the state was not here within {timeout_s:g} s", fix)
+            raise StateError(f"no more of the state came for {timeout_s:g} s", fix)
         if asked_to_leave():
             copying.cancel()
             raise StateError("asked to leave while the state was copied", "join again")

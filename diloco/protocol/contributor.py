@@ -250,9 +250,11 @@ class Contributor:
         if reduction is None:
             return
         silent, stall_s = now - reduction.times.moved_at_s, self._timing.stall_s
-        grace_s, alone_s = self._rules.policy.at(self.chain.making, ending=False).bytes_grace(self.chain.sync_s)
-        reduction.look(now, max(grace_s, stall_s), max(alone_s, stall_s))
-        late, attempt = now > reduction.times.until_s, self.acceptor.attempt
+        attempt, policy = self.acceptor.attempt, self._rules.policy.at(self.chain.making, ending=False)
+        grace_s, alone_s = policy.bytes_grace(self.chain.sync_s, attempt)
+        voters = sum(membership.is_member(receiver) for receiver in reduction.begin.receivers)
+        reduction.look(now, max(grace_s, stall_s), max(alone_s, stall_s), voters)
+        late = now > reduction.times.until_s
         waited_for = set(reduction.contributors) - reduction.gone
         members = [member for member in reduction.begin.receivers if member.peer in waited_for]
         dead = [member.peer for member in members if not membership.lives(member)]

@@ -141,15 +141,17 @@ class Times:
         self.began_at_s = self.moved_at_s = self._since_s = now
         self.until_s = math.inf
         """Time until which the reduction waits for peers that still owe something, however they move (`look`)."""
+        self._few_at_s = math.inf
+        """Time since which only a few owe something."""
         self._most_at_s = math.inf
-        """Time since which most peers owe nothing."""
+        """Time since which others owed something, and do no more."""
         self._owed: set[str] = set()
         """Peers that owed something, since the reduction began or was repaired."""
 
     def repaired(self, now: float) -> None:
         """Measure from now on: parts moved, and what is waited for is another thing."""
         self.moved_at_s = self._since_s = now
-        self.until_s = self._most_at_s = math.inf
+        self.until_s = self._few_at_s = self._most_at_s = math.inf
         self._owed = set()
 
     def look(self, now: float, owed: Set[str], few: bool, direct: bool, grace_s: float, alone_s: float) -> None:
@@ -161,13 +163,15 @@ class Times:
         """
         self._owed |= owed
         if not few:
-            self.until_s = self._most_at_s = math.inf
+            self.until_s = self._few_at_s = self._most_at_s = math.inf
+            return
+        self._few_at_s = min(self._few_at_s, now)
+        if self._owed == owed:
+            self.until_s = self._few_at_s + alone_s
             return
         self._most_at_s = min(self._most_at_s, now)
-        took_s = self._most_at_s - self._since_s
-        others = len(self._owed) > len(owed)
-        wait_s = max(grace_s, SLOWER * took_s) if others else alone_s
-        self.until_s = self._most_at_s + wait_s * (2 if others and not direct else 1)
+        wait_s = max(grace_s, SLOWER * (self._most_at_s - self._since_s))
+        self.until_s = self._most_at_s + wait_s * (1 if direct else 2)
 
 
 class Reduction:
@@ -262,13 +266,13 @@ class Reduction:
         late = {peer for awaited in self._sums.unfinished().values() for peer in awaited}
         return late - self.gone - {self.me}
 
-    def look(self, now: float, grace_s: float, alone_s: float) -> None:
+    def look(self, now: float, grace_s: float, alone_s: float, voters: int) -> None:
         """Set how long the reduction waits for a few, when most peers owe nothing more (`Times.look`).
 
-        For half of all peers or more that has no end: without their votes there is no commit.
+        For half of the `voters` that take part, or more, that has no end: without their votes there is no commit.
         """
         owed = {*self.missing()}
-        few = 0 < 2 * len(owed) < len(self.begin.receivers)
+        few = 0 < 2 * len(owed) < voters
         self.times.look(now, owed, few, bool(self._late_contributors()), grace_s, alone_s)
 
     def counted(self) -> tuple[tuple[Counted, ...], tuple[Omitted, ...]]:

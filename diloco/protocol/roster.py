@@ -58,8 +58,8 @@ class Admission:
             self._seen = {peer: seen for peer, seen in self._seen.items() if peer in keep}
 
 
-REACHED_WITHIN = 1.5
-"""Times `suspect_s` after which a joiner that is heard, and answers nobody, is told so."""
+REACHED_WITHIN, MAX_UNREACHED_S = 1.5, 5.0
+"""Times `suspect_s` after which a joiner that is heard, and answers nobody, is told so; and the longest such time."""
 FORGET_S = 60.0
 """Seconds for which a peer outside the view is remembered."""
 GOING = (Phase.LEAVING, Phase.DONE)
@@ -226,7 +226,7 @@ class Roster:
     def is_unreached(self, member: Member, now: float) -> bool:
         """Whether a joiner has been heard for a while and never answered: others cannot reach the address it gives."""
         known = self._entries.get(member.peer)
-        patient = known is None or now - known.since_s <= REACHED_WITHIN * self.suspect_s
+        patient = known is None or now - known.since_s <= min(REACHED_WITHIN * self.suspect_s, MAX_UNREACHED_S)
         return known is not None and known.answered_at_s is None and not patient
 
     def turns_away(self, joiner: Member) -> bool:

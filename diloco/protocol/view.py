@@ -25,6 +25,8 @@ EARLY_DEADLINES = 4
 """Match deadlines after which fewer than half close a version under `sync`, for the others may live and hang."""
 SLOWER = 3.0
 """Times as long as others took, after which a peer that still owes bytes is left out of a version."""
+MAX_DOUBLED = 4
+"""Doublings of the time that the bytes of a version may take where there is nothing to compare with, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,15 @@ class Policy:
     sync_versions: int = 0
     """The first so many versions close as under `sync`."""
 
-    def bytes_grace(self, sync_s: float) -> tuple[float, float]:
+    def bytes_grace(self, sync_s: float, attempt: int) -> tuple[float, float]:
         """Seconds that a contributor's bytes may come later than others'; and that they may take where there are none
-        to compare with: some times as long as versions take of late (`sync_s`; 0: unknown), within bounds."""
+        to compare with: some times as long as versions take of late (`sync_s`; 0: unknown), within bounds. Each attempt
+        waits twice as long as the one before."""
         grace_s = self.match_deadline_s if self.quorum_peers is None else self.grace_s
-        most_s = EARLY_DEADLINES * self.match_deadline_s
-        return grace_s, min(max(EARLY_DEADLINES * grace_s, SLOWER * sync_s), most_s) if sync_s else most_s
+        first_s = EARLY_DEADLINES * self.match_deadline_s
+        most_s = first_s * 2**MAX_DOUBLED
+        alone_s = min(max(EARLY_DEADLINES * grace_s, SLOWER * sync_s), most_s) if sync_s else first_s
+        return grace_s, min(alone_s * 2 ** min(attempt, MAX_DOUBLED), most_s)
 
     def at(self, version: int, ending: bool) -> Policy:
         """The policy by which a coordinator closes one version. The last ones, for which nobody trains any more, close

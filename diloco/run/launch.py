@@ -22,7 +22,7 @@ from diloco.peer.terms import lanes_of
 from diloco.run.blocking import block
 from diloco.run.door import Entrance, asked_members, make_folder
 from diloco.run.options import CARD, PeerOptions, checked
-from diloco.run.past import past_of, peer_name, saved_us
+from diloco.run.past import checkpoint_at, checkpoints_in, past_of, peer_name
 from diloco.run.trainer import Trainer, device_of
 from diloco.storage.checkpoint import load
 from diloco.transport.endpoint import Endpoint, listening
@@ -61,7 +61,7 @@ def _enter(
     """Rank 0's entrance into the run of `diloco peer`: found, join or resume."""
     if restarted():
         options = come_back(options, site, given)
-    checkpoint = load(_checkpoints(options.resume)) if options.resume else None
+    checkpoint = checkpoint_at(options.resume) if options.resume else None
     chosen = chosen_directory(options, site, checkpoint.path if checkpoint is not None else None)
     # The life before is in the folder to resume, or in one that is given a second time with the same contract.
     past = past_of(chosen) if chosen is not None and not options.join else None
@@ -123,7 +123,7 @@ def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerO
     tickets = options.join.split(",") if options.join else [""]
     expected = (given.digest,) if given is not None else tuple(ticket.strip().partition("/")[2] for ticket in tickets)
     # Folders where `open_directory` may have put the life before: only members can name the run that a joiner joins.
-    resumed = _checkpoints(options.resume) if options.resume else None
+    resumed = checkpoints_in(options.resume) if options.resume else None
     chosen = chosen_directory(options, site, resumed)
     folders = [chosen] if chosen is not None else []
     if chosen is None:
@@ -139,17 +139,10 @@ def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerO
     past = max(ours, key=lambda one: one.written_s)  # a ticket need not say which run it is of
     join = ",".join([*([options.join] if options.join else []), *past.tickets]) or None
     checkpoint = past.checkpoint()
-    if checkpoint is not None and not join:
-        left = checkpoint.version > past.version if options.resume else not of_this_launch(saved_us(checkpoint))
-        checkpoint = None if left else checkpoint  # of the history that was left for an older one, or for a new run
     resume = past.folder if checkpoint is not None else options.resume  # which holds our name, too
     if not (join or resume):
         return options
     return replace(options, contract=None, contract_overrides=(), resume=resume, join=join)
-
-
-def _checkpoints(path: Path) -> Path:
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def fetch_contract(

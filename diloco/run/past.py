@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.accounts.ledger import LEDGER, left_off, read_ledger
 from diloco.base.errors import StateError
 from diloco.config.site import Site
-from diloco.storage.checkpoint import Checkpoint, latest, load
+from diloco.storage.checkpoint import Checkpoint, latest, load, newest
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a peer's checkpoints in its own."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class PastRun:
     version: int
     others: tuple[str, ...]
     """Addresses of the other members."""
+    history: Mapping[int, frozenset[str]] | None = None
+    """`LeftOff.history`; None: it is not known, or there is no ledger."""
 
     @property
     def tickets(self) -> list[str]:
@@ -31,10 +37,16 @@ class PastRun:
         return [f"{address}/{self.contract_digest[:12]}" for address in self.others]
 
     def checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint of the run to resume. Raises StateError when none is valid."""
-        saved = latest(self.folder / "checkpoints")
-        checkpoint = load(saved.parent) if saved is not None else None
-        return checkpoint if checkpoint is not None and checkpoint.contract.digest == self.contract_digest else None
+        """The newest checkpoint of the run to resume, and of the history in its ledger: a folder may hold those of
+        a run, or of a lineage, that was left. None: there is none. Raises StateError when none is valid."""
+        saved = latest(self.folder / CHECKPOINTS)
+        return newest(saved.parent, self._is_ours) if saved is not None else None
+
+    def _is_ours(self, checkpoint: Checkpoint) -> bool:
+        commit, history = checkpoint.commit, self.history
+        stood = history is None or (commit.digest if commit else "") in history.get(checkpoint.version, ())
+        unwritten = checkpoint.version > self.version and saved_us(checkpoint) > 1e6 * self.written_s  # on a full disk
+        return (stood or unwritten) and checkpoint.contract.digest == self.contract_digest
 
 
 def past_of(folder: Path) -> PastRun | None:
@@ -44,14 +56,15 @@ def past_of(folder: Path) -> PastRun | None:
     None when no peer wrote there. Raises StateError for a damaged checkpoint; the next writer of a ledger reports its
     damage.
     """
-    ledger, saved = folder / LEDGER, latest(folder / "checkpoints")
+    ledger, saved = folder / LEDGER, latest(folder / CHECKPOINTS)
     try:
         left = left_off(read_ledger(ledger).records) if ledger.is_file() else None
     except (StateError, ValueError):
         left = None
     if left is not None:
         others = tuple(member.address for member in left.others if not member.witness)
-        return PastRun(folder, left.began_us, ledger.stat().st_mtime, left.contract_digest, left.version, others)
+        written_s, contract = ledger.stat().st_mtime, left.contract_digest
+        return PastRun(folder, left.began_us, written_s, contract, left.version, others, left.history)
     if saved is None:
         return None
     checkpoint = load(saved.parent)
@@ -61,6 +74,22 @@ def past_of(folder: Path) -> PastRun | None:
     known += [address for address in met if isinstance(address, str)] if isinstance(met, list) else []
     saved_at = saved_us(checkpoint)
     return PastRun(folder, saved_at, saved_at / 1e6, checkpoint.contract.digest, checkpoint.version, tuple(known))
+
+
+def checkpoint_at(path: Path) -> Checkpoint:
+    """The checkpoint that a person names, or the one to resume from in the folder of a peer. Raises StateError."""
+    folder = path.parent if path.name == CHECKPOINTS else path
+    past = past_of(folder) if (folder / LEDGER).is_file() else None
+    found = past.checkpoint() if past is not None else load(checkpoints_in(path))
+    if found is None:
+        cause = f"no checkpoint in {path.absolute()} is of the run that its ledger ends with"
+        raise StateError(cause, "name the one that is meant, as in --resume FOLDER/checkpoints/v00000001")
+    return found
+
+
+def checkpoints_in(path: Path) -> Path:
+    """The checkpoints to resume from in a peer's folder; what is no such folder stays as it is."""
+    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
 
 
 def saved_us(checkpoint: Checkpoint) -> int:

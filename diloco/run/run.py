@@ -117,11 +117,9 @@ class Run:
 
     @property
     def comes_first(self) -> bool:
-        """Whether this peer is the first of those that train: for what one should do, and it hardly matters who."""
-        commit = self._rank.line.commit
-        if commit is None:
-            return self.name == min(self.peers, default=self.name)
-        return self.name == next((member.peer for member in commit.view if not member.witness), None)
+        """Whether this peer is the first of those that train: for what one should do, and it hardly matters who. The
+        same on all ranks; False until the peer trains."""
+        return self._seen.first
 
     def position(self, tokens: int) -> int:
         """Tokens of the whole run after a step of so many here, if all trainers go at this pace: for a schedule."""

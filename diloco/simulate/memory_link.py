@@ -132,7 +132,7 @@ class _MemoryLink(Link):
         return await self._ask(address, timeout_s, _asynchronously(lambda service: service.on_lanes()))
 
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
-        found = await self._ask(address, stall_s, lambda service: service.on_fetch_commits(since))
+        found = await self._ask(address, stall_s, lambda service: whole(service.on_fetch_commits(since)))
         _check_means([closed.parts for closed in found], limits)
         return found
 
@@ -169,6 +169,11 @@ class _MemoryLink(Link):
             return await _outcome(address, answer, within_s)
         finally:
             answer.cancel()
+
+
+async def whole(answer: AsyncIterator[T]) -> list[T]:
+    """All of an answer that a service gives piece by piece."""
+    return [piece async for piece in answer]
 
 
 async def _outcome(address: str, answer: asyncio.Task[T], within_s: float) -> T:

@@ -217,20 +217,33 @@ def load(path: Path) -> Checkpoint:
 
     A damaged one in a directory of several is passed over with a warning. Raises StateError when none is valid.
     """
-    if (path / MANIFEST).exists():
-        return _read(path)
-    candidates = _checkpoints(path)
+    found = _read(path) if (path / MANIFEST).exists() else newest(path, lambda checkpoint: True)
+    assert found is not None  # all are wanted
+    return found
+
+
+def newest(directory: Path, wanted: Callable[[Checkpoint], bool]) -> Checkpoint | None:
+    """The newest valid checkpoint in `directory` that is wanted; None where none of the valid ones is.
+
+    A damaged one is passed over with a warning. Raises StateError when none is valid.
+    """
+    candidates = _checkpoints(directory)
     if not candidates:
-        cause = f"no checkpoint at {path.absolute()}: neither {MANIFEST} nor a folder like v00000001 is there"
+        cause = f"no checkpoint at {directory.absolute()}: neither {MANIFEST} nor a folder like v00000001 is there"
         raise StateError(cause, "give a checkpoint, or the folder of a peer that saved one")
     causes = []
     for _, candidate in candidates:
         try:
-            return _read(candidate)
+            found = _read(candidate)
         except StateError as error:
             logger.warning("passed over: %s", error.cause)
             causes.append(error.cause)
-    raise StateError(f"no valid checkpoint in {path.absolute()}: {'; '.join(causes)}", disk.COPY_AGAIN)
+        else:
+            if wanted(found):
+                return found
+    if len(causes) < len(candidates):
+        return None
+    raise StateError(f"no valid checkpoint in {directory.absolute()}: {'; '.join(causes)}", disk.COPY_AGAIN)
 
 
 def latest(directory: Path) -> Path | None:

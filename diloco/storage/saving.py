@@ -116,8 +116,8 @@ class Saver:
             group: [self._copy(group, one) if id(one) in moving else one for one in slices]
             for group, slices in chosen(groups, self._writers, self._island.rank).items()
         }
-        if self._island.device.type == "cuda":
-            torch.cuda.synchronize(self._island.device)
+        for device in {one.local.device for slices in live.values() for one in slices if one.local.is_cuda}:
+            torch.cuda.synchronize(device)  # a model may be on several
         return taken
 
     def _copy(self, group: str, one: Slice) -> Slice:
@@ -203,11 +203,11 @@ class CheckpointSchedule:
 def save_line(line: Line, contract: Contract) -> Contents:
     """Contents of a line's checkpoint: references to buffers that are not overwritten meanwhile.
 
-    Group `local` is there, empty, when the line has uncommitted progress: the caller adds the weights as the ranks hold
-    them (under `diloco.outer.line.weights_to_keep`).
+    Group `local` is there, empty, when the line may have uncommitted progress: the caller adds the weights as the ranks
+    hold them (under `diloco.outer.line.weights_to_keep`).
     """
     groups = line_slices(line)
-    if line.trained.tokens:
+    if line.trained.tokens or line.remainder:
         groups["local"] = []
     return groups, {
         "peer": line.peer,
@@ -262,6 +262,7 @@ def book_restored(line: Line, checkpoint: Checkpoint) -> None:
     Rank 0 only. Raises StateError."""
     line.commit = checkpoint.commit
     line.trained = UncommittedProgress(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
+    line.remainder = "local" in checkpoint.groups
     line.since = line.state.version
 
 

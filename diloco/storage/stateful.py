@@ -119,12 +119,20 @@ class UserState:
             if shape == tuple(parameter.shape):  # sharded as its parameter is
                 value = torch.empty_like(parameter.detach(), dtype=pieces.dtype(entry))
             else:
-                value = torch.empty(shape, dtype=pieces.dtype(entry), device="cpu")
+                value = torch.empty(shape, dtype=pieces.dtype(entry), device=_device_of(parameter, key, optimizer))
             pieces.read(held(entry, value))
             optimizer.state[parameter][key] = value
         for entry, value in tree["values"].items():
             member, _, key = entry.rpartition("/")
             optimizer.state[self._parameters[member]][key] = value
+
+
+def _device_of(parameter: Tensor, key: str, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Device of a value of an optimizer's state that has another shape than its parameter: that of the parameter, as
+    `torch.optim.Optimizer.load_state_dict` has it, but for a count of steps that no kernel reads."""
+    group = next(one for one in optimizer.param_groups if any(parameter is each for each in one["params"]))
+    counted = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return torch.device("cpu") if counted else parameter.device
 
 
 def _number(value: Any) -> Any:

@@ -271,7 +271,12 @@ class Presence:
 
     def _turn(self) -> float:
         """Announce this peer in the hivemind directory, find others, mend it if due. Returns seconds until the next."""
-        if self._directory.revive():
+        try:
+            revived = self._directory.revive()
+        except OSError as error:
+            self._warn("short", f"the peer directory cannot be started again: {error.strerror}; trying again")
+            return self._pause()
+        if revived:
             self._warn("ended", "the peer directory ended, as it does when its p2pd is killed: starting it again")
             return self._pause()
         self._directory.announce(self._exchange.me, max(self._exchange.version, 0))

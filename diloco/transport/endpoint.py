@@ -237,16 +237,17 @@ def reachable(served: str, toward: str | None) -> str:
     """Network address at which other peers reach a server: where it listens on all of this machine's addresses, the one
     of the route to `toward`.
 
-    `toward` is a member's `host:port`; None takes the default route. Nothing is sent.
+    `toward` is a member's `host:port`; None takes the default route, and so does a member of another family than the
+    server's: `[::]` serves IPv4, too. Nothing is sent.
     """
     host, port = split_address(served)
     if host not in ("0.0.0.0", "::"):
         return served
-    if ":" in host:
-        family, other, loopback = socket.AF_INET6, "2001:db8::1", "::1"  # an address of documentation (RFC 3849)
-    else:
-        family, other, loopback = socket.AF_INET, "192.0.2.1", "127.0.0.1"  # the same (RFC 5737)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect((split_address(toward)[0] if toward else other, port))
-        return join_address(probe.getsockname()[0], port)
-    return join_address(loopback, port)  # no route: at least this machine can be reached from itself
+    routes = {socket.AF_INET6: "2001:db8::1"} if ":" in host else {}  # an address of documentation (RFC 3849)
+    routes[socket.AF_INET] = "192.0.2.1"  # the same (RFC 5737)
+    goals = [(family, split_address(toward)[0]) for family in routes] if toward else []
+    for family, goal in [*goals, *routes.items()]:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((goal, port))
+            return join_address(probe.getsockname()[0], port)
+    return join_address("::1" if ":" in host else "127.0.0.1", port)  # no route: this machine reaches itself at least

@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -138,14 +138,18 @@ class GrpcLink(Link):
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
         request = parts_pb2.FetchCommitsRequest(since=since)
         found: list[Closed] = []
-        async with self._replies(address, lambda peer: peer.FetchCommits(request), stall_s) as replies:
-            async for reply in replies:
-                if reply.WhichOneof("content") != "header" or len(found) == MAX_COMMITS:
-                    raise LinkRefused(Reply.MALFORMED, f"no header of a commit after {len(found)} commits")
-                commit = parsed(convert.commit_from_wire, reply.header.commit)
-                mean = await _read_mean(replies, reply.header.parts, limits)
-                limits = replace(limits, total_bytes=limits.total_bytes - sum(map(len, mean)))
-                found.append(Closed(commit, mean))
+        try:
+            async with self._replies(address, lambda peer: peer.FetchCommits(request), stall_s) as replies:
+                async for reply in replies:
+                    if reply.WhichOneof("content") != "header" or len(found) == MAX_COMMITS:
+                        raise LinkRefused(Reply.MALFORMED, f"no header of a commit after {len(found)} commits")
+                    commit = parsed(convert.commit_from_wire, reply.header.commit)
+                    mean = await _read_mean(replies, reply.header.parts, limits)
+                    limits = replace(limits, total_bytes=limits.total_bytes - sum(map(len, mean)))
+                    found.append(Closed(commit, mean))
+        except (LinkDown, LinkSlow):
+            if not found:
+                raise
         return found
 
     async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]:
@@ -352,7 +356,8 @@ class _Sending:
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it ended now, or before
                     return
                 self.moved_at_s = monotonic_s()
-        await self.call.done_writing()
+        with suppress(grpc.aio.InternalError):  # the connection broke while the end waited for what other streams wrote
+            await self.call.done_writing()
 
     async def _messages(
         self, first: parts_pb2.SendPartsRequest, outbox: Outbox

@@ -145,7 +145,7 @@ class _Handlers(PeerServicer):
 
     async def FetchCommits(self, request: parts_pb2.FetchCommitsRequest, context: Context) -> None:  # type: ignore[override]
         async with _refusing(context):
-            for closed in await self._service.on_fetch_commits(request.since):
+            async for closed in self._service.on_fetch_commits(request.since):
                 header = parts_pb2.CommitHeader(commit=convert.commit_to_wire(closed.commit), parts=len(closed.parts))
                 await self._write(context, parts_pb2.FetchCommitsReply(header=header))
                 await self._write_parts(context, closed.parts, parts_pb2.FetchCommitsReply)

@@ -68,7 +68,8 @@ class Link(Protocol):
         """Network addresses of a peer's lanes: part p of a round goes to lane p mod their number. Empty: all to one."""
 
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
-        """Fetch commits after version `since`, with their means, from a network address, as far as it has them."""
+        """Fetch commits after version `since`, with their means, from a network address, as far as it has them: fewer
+        where the link fails after the first, so that these need not come again."""
 
     async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]:
         """Fetch a mean's encoded parts from the peer at a network address. Raises LinkRefused if it has it no more."""
@@ -116,9 +117,9 @@ class Service(Protocol):
     def on_lanes(self) -> tuple[str, ...]:
         """Answer a call of `Link.lanes`: network addresses of this peer's lanes, its own first; empty: no other."""
 
-    async def on_fetch_commits(self, since: int) -> list[Closed]:
-        """Answer a call of `Link.fetch_commits`: commits after version `since`, without gaps; empty if the next
-        is gone."""
+    def on_fetch_commits(self, since: int) -> AsyncIterator[Closed]:
+        """Answer a call of `Link.fetch_commits`: commits after version `since`, without gaps, each when it is asked
+        for; none if the next is gone."""
 
     async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
         """Answer a call of `Link.fetch_mean`: encoded parts of that mean; None when it is not here."""

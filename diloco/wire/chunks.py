@@ -123,9 +123,10 @@ class PartAssembler:
         return [part for chunk in message.chunks if (part := self._take(chunk)) is not None]
 
     def finish(self) -> None:
-        """Called at the end of a stream of chunks. Raises ValueError when it ended within a part."""
+        """Called at the end of a stream of chunks. Raises Damaged when it ended within a part: a connection that breaks
+        can look like that, and no honest sender is to be blamed for it."""
         if self._pieces:
-            raise ValueError(f"part {self._index} ends after {self._have} of {self._part_bytes} bytes")
+            raise Damaged(f"part {self._index} ends after {self._have} of {self._part_bytes} bytes")
 
     def _take(self, chunk: pb.Chunk) -> _Pieces | None:
         """Part that this chunk completes, if its checksum is right; None where more is missing. Raises as `join`."""

@@ -30,6 +30,8 @@ HUNG_S = 20.0
 """A seed that lasts longer hangs: the slowest of a thousand takes some seconds."""
 GRACE_S = 30.0
 """Seconds for letting go and printing after SIGINT, on a machine that is short of all; then the process is killed."""
+REMIND_S = 10.0
+"""Seconds between two SIGINTs."""
 MAX_TAIL_CHARACTERS = 300
 
 
@@ -103,6 +105,7 @@ class Simulation:
         self._seconds = seconds
         self._began_s = time.monotonic()
         self._stopped_s: float | None = None
+        self._reminded_s = 0.0
         self._killed = False
         self._output, self._errors = copy.parent / "output.json", copy.parent / "errors.txt"
         words = [*VIRTUAL, ",".join(map(str, seeds)), "--until-found"]
@@ -114,13 +117,15 @@ class Simulation:
         if self._program.ended:
             return True
         now_s = time.monotonic()
-        if self._stopped_s is None:
-            if now_s - self._began_s > self._seconds:
-                self._program.send(signal.SIGINT)
-                self._stopped_s = now_s
-        elif now_s - self._stopped_s > GRACE_S:
+        if now_s - self._began_s <= self._seconds:
+            return False
+        self._stopped_s = self._stopped_s or now_s
+        if now_s - self._stopped_s > GRACE_S:
             self._program.send(signal.SIGKILL)
             self._killed = True
+        elif now_s - self._reminded_s > REMIND_S:  # Python drops one that comes within a callback of its own
+            self._program.send(signal.SIGINT)
+            self._reminded_s = now_s
         return False
 
     def kill(self) -> None:

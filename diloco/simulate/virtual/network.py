@@ -13,6 +13,7 @@ from diloco.base.errors import ResourceError
 from diloco.base.types import Closed, Member
 from diloco.protocol.messages import Accept, Envelope, Propose, Reply
 from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, ProcessId, StateOffer, StreamHeader, Welcome
+from diloco.simulate.memory_link import whole
 from diloco.simulate.virtual.plans.lies import sent_by
 from diloco.simulate.virtual.streams import SimulatedStream
 from diloco.simulate.virtual.wires import (
@@ -163,9 +164,9 @@ class SimulatedNetwork:
         process = self.at(address)
         return process is not None and process.working
 
-    def blocked(self, source: str, target: str) -> bool:
-        """Whether a cut of the simulated network blocks this direction."""
-        return any(cut.blocks(source, target) for cut in self.cuts)
+    def blocked(self, source: str, target: str, answers: bool = False) -> bool:
+        """Whether a cut of the simulated network blocks this direction, for calls or for `answers` to them."""
+        return any(cut.blocks(source, target, answers) for cut in self.cuts)
 
     def connected(self, source: str, target: str) -> bool:
         """Whether no cut of the simulated network blocks either direction."""
@@ -242,7 +243,7 @@ class SimulatedNetwork:
 
     def _return(self, call: SimulatedCall, target: str, result: Any, error: BaseException | None) -> None:
         """An answer travels back."""
-        if call.over or (self.cuts and self.blocked(target, call.caller.name)):
+        if call.over or (self.cuts and self.blocked(target, call.caller.name, answers=True)):
             return
         self.world.after(self.latency(target, call.caller.name) * call.travels, call.settle, result, error)
 
@@ -327,6 +328,8 @@ class SimulatedLink(Link):
         """For messages."""
         self.silent_s: dict[str, float] = {}
         """By address: when it last refused to say who it is, or let a message wait for an answer."""
+        self.answered_s: dict[str, float] = {}
+        """By address: when a message or a question was answered last."""
 
     @property
     def send_bps(self) -> int:
@@ -339,9 +342,13 @@ class SimulatedLink(Link):
         self._deadlines.add(call)
         try:
             reply: Reply = await call.answer
+            self.answered_s[address] = self._network.world.now
             return reply
         except LinkSlow:
             self.silent_s[address] = self._network.world.now
+            raise
+        except LinkRefused:
+            self.answered_s[address] = self._network.world.now
             raise
         finally:
             call.end()
@@ -381,7 +388,9 @@ class SimulatedLink(Link):
     async def hello(self, address: str, timeout_s: float) -> Welcome:
         named = self._network.world.machines.named
         try:
-            return await self._ask_now(address, timeout_s, lambda s: replace(s.on_hello(), process=named(address)))
+            there = await self._ask_now(address, timeout_s, lambda s: replace(s.on_hello(), process=named(address)))
+            self.answered_s[address] = self._network.world.now
+            return there
         except LinkDown:
             self.silent_s[address] = self._network.world.now
             raise
@@ -390,7 +399,7 @@ class SimulatedLink(Link):
         return await self._ask_now(address, timeout_s, lambda service: service.on_lanes())
 
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
-        found = await self._ask(address, stall_s, lambda service: service.on_fetch_commits(since))
+        found = await self._ask(address, stall_s, lambda service: whole(service.on_fetch_commits(since)))
         found = await arrives(self._network, self._process.name, address, found, stall_s)
         check_means([closed.parts for closed in found], limits)
         return found

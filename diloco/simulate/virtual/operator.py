@@ -16,10 +16,10 @@ from diloco.base.errors import StateError, TicketError, UnreachableError, UsageE
 from diloco.base.types import Member
 from diloco.protocol import messages as m
 from diloco.run.operate import evict
+from diloco.run.past import checkpoint_at
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.plans.setup import RPC_S
 from diloco.simulate.virtual.timeline import ProcessLoop
-from diloco.storage.checkpoint import load
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
 if TYPE_CHECKING:
@@ -98,12 +98,12 @@ class SimulatedOperator:
         return SimulatedLink(self.world.network, self, RPC_S)  # type: ignore[arg-type]
 
     def _checkpoints(self) -> dict[str, int]:
-        """Version of the latest checkpoint of each simulated peer of the beginning that is not damaged."""
+        """Version of the checkpoint from which each simulated peer of the beginning would resume."""
         found = dict[str, int]()
         for name, disk in self.world.disks.items():
             with suppress(StateError):
                 if name.startswith("p"):
-                    found[name] = load(disk.folder / "checkpoints").version
+                    found[name] = checkpoint_at(disk.folder).version
         return found
 
     # ------------------------------------------------------------ what it does

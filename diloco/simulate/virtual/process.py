@@ -223,7 +223,7 @@ class SimulatedProcess:
     def thaw(self) -> None:
         """Let a simulated process go on that was stopped."""
         if self.alive:
-            self.thawed_s = self.world.now
+            self.thawed_s = max(self.thawed_s, self.world.now)
             self.world.log(self.name, "thaws")
             self.loop.go_on()
 
@@ -418,7 +418,7 @@ class SimulatedProcess:
 
         def on_discarded(tokens: int, reason: str) -> None:
             discarded(tokens, reason)
-            progress.dropped(tokens)
+            progress.dropped(tokens, peer.done)
 
         def on_closed(reason: str) -> None:
             closed(reason)
@@ -475,13 +475,13 @@ class SimulatedProcess:
         return self.up and (self.machine.version >= commit.version or self.holds_mean(commit.mean_digest))
 
     def mean(self, digest: str) -> Sequence[bytes] | None:
-        """The parts of a mean that all ranks of this simulated peer keep, or are about to; None while one does not."""
+        """The parts of a mean that all ranks with a part of it keep, or are about to; None while one does not."""
         own, *others = self.lanes
         if self.ranks is None or (parts := own.mean(digest)) is None:
             return own.mean(digest)
-        by_lane = [parts, *(self.ranks.kept(rank, lane, digest) for rank, lane in enumerate(others, 1))]
+        by_lane = [parts, *(self.ranks.kept(1 + i, lane, digest) for i, lane in enumerate(others[: len(parts) - 1]))]
         there = [parts for parts in by_lane if parts is not None]
-        return interleaved(there) if len(there) == self.ranks.size else None
+        return interleaved(there) if len(there) == len(by_lane) else None
 
     def holds_mean(self, digest: str) -> bool:
         parts = self.mean(digest)

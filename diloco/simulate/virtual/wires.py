@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from diloco.base.types import Closed
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import Limits, Part
+from diloco.simulate.virtual.plans.plan import FILTERED
 from diloco.transport.grpc_server import parsed
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
 from diloco.wire import convert
@@ -44,16 +45,17 @@ class SimulatedCut:
 
     group: frozenset[str]
     direction: str
-    """both, in (nothing reaches the group) or out."""
+    """both, in (nothing reaches the group), filtered (only answers to its own calls do) or out."""
     reset: bool
     """Senders are told at once that there is no way, instead of hearing nothing."""
     others: frozenset[str] = frozenset()
     """Only these are cut off from the group, and everybody else reaches both; empty: all the rest are."""
 
-    def blocks(self, source: str, target: str) -> bool:
-        """Whether this cut of the simulated network lets nothing pass from `source` to `target`."""
+    def blocks(self, source: str, target: str, answers: bool = False) -> bool:
+        """Whether this cut of the simulated network lets nothing pass from `source` to `target`, or no `answers`."""
         leaves, enters = self._leads_out(source, target), self._leads_out(target, source)
-        return (leaves and self.direction != "in") or (enters and self.direction != "out")
+        inwards = self.direction in ("both", "in") or (self.direction == FILTERED and not answers)
+        return (leaves and self.direction in ("both", "out")) or (enters and inwards)
 
     def _leads_out(self, source: str, target: str) -> bool:
         return source in self.group and (target in self.others if self.others else target not in self.group)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.base.life import Life
 from diloco.base.types import Blocks, Closed, Commit, Contribution, Member, Skip
 from diloco.outer.line import Diverged, Line
+from diloco.outer.state import OuterState
 from diloco.simulate.virtual.oracle.copies import SimulatedCopies, founded_here
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.lanes import SimulatedLane
@@ -74,9 +75,9 @@ class SimulatedSteps:
             if not (self._copied or peer.exchange.behind or founded_here(peer.exchange)):
                 raise Violation("I7", f"{process.name} got no state, and does not ask for one again")
 
-        def on_restart(version: int) -> tuple[Sequence[Commit], bool]:
-            later, missing = restart(version)
-            self._goes_on(version, later, missing)
+        def on_restart(version: int, commit: Commit | None) -> tuple[Sequence[Commit], bool]:
+            later, missing = restart(version, commit)
+            self._goes_on(version, commit, later, missing)
             return later, missing
 
         peer.copy_again, untaken.restart = on_copy_again, on_restart  # type: ignore[method-assign]
@@ -85,6 +86,11 @@ class SimulatedSteps:
         exchange, process = peer.exchange, self._process
         leave_lineage = exchange._leave_lineage
         close, leave, offer, withdraw = exchange._close, exchange.leave, exchange.offer, peer.withdraw
+        hold = exchange.archive.hold
+
+        def on_hold(state: OuterState, commit: Commit | None, number: int) -> None:
+            hold(state, commit, number)
+            self._check_archive()
 
         def on_offer(contribution: Contribution, leaving: bool) -> Future[Skip | None]:
             self._offers(contribution, leaving)
@@ -104,6 +110,8 @@ class SimulatedSteps:
             leave_lineage(source, discarded_tokens)
             if exchange.untaken:
                 raise Violation("I8", f"{process.name} keeps versions of a lineage that ended, to apply them")
+            if exchange.archive.backlog.after(-1):
+                raise Violation("I8", f"{process.name} keeps versions of a lineage that ended, to give them to others")
 
         def on_leave() -> Future[None]:
             self.says_goodbye()
@@ -113,6 +121,7 @@ class SimulatedSteps:
         exchange._leave_lineage = on_leave_lineage  # type: ignore[method-assign]
         exchange._close, exchange.leave = on_close, on_leave  # type: ignore[method-assign]
         exchange.offer, peer.withdraw = on_offer, on_withdraw  # type: ignore[method-assign]
+        exchange.archive.hold = on_hold  # type: ignore[method-assign]
 
     def applies(self, commit: Commit) -> str:
         """I1: a version is applied to the state that it was made on, and after the commit before it.
@@ -128,7 +137,6 @@ class SimulatedSteps:
         if commit.previous != before.digest or other_state:
             what = f"applies version {commit.version} at version {line.state.version}, which is not the one before it"
             return f"{name} {what}"
-        self._check_archive()
         return ""
 
     def _diverges(self, commit: Commit, before: Commit | None) -> None:
@@ -136,10 +144,12 @@ class SimulatedSteps:
         if before is not None and commit.version <= before.version and commit.lineage == before.lineage:
             raise Violation("I1", f"{self._process.name} applies version {commit.version} again, at {before.version}")
 
-    def _goes_on(self, version: int, later: Sequence[Commit], missing: bool) -> None:
+    def _goes_on(self, version: int, commit: Commit | None, later: Sequence[Commit], missing: bool) -> None:
         """I5: after a copied state the peer applies what closed meanwhile, or copies a later one."""
-        kept = [closed.commit for closed in self._exchange.archive.backlog.after(version)]
-        leads_on = not kept or kept[0].version == version + 1
+        kept = [closed.commit for closed in self._exchange.archive.backlog.after(version - 1)]
+        leads_on = all(one.version <= version for one in kept) or any(one.version == version + 1 for one in kept)
+        previous = commit.digest if commit is not None else ""
+        kept = [one for one in kept if one.version > version or (one.fragment < 0 and one.previous == previous)]
         if missing == leads_on or (leads_on and later != kept):
             what = f"has copied version {version}, and goes on with {[commit.version for commit in later]}"
             raise Violation("I5", f"{self._process.name} {what} of {[commit.version for commit in kept]}")

@@ -260,8 +260,8 @@ class SimulatedConduct:
                 raise Violation("I8", f"version {commit.version} takes {peer} in, which is in another lineage")
 
     def _check_newcomers(self, host: SimulatedProcess, life: Conduct, commit: Commit) -> None:
-        """Joiners that a proposal takes in ask for it, and are so near that commits bring them there. A life that was
-        left out of a view asks no more."""
+        """Joiners that a proposal takes in ask for it, answered its proposer, and are so near that commits bring them
+        there. A life that was left out of a view asks no more."""
         machine = host.machine
         near = max(machine.rules.backlog_versions - 1, 0)
         known = {(member.peer, member.incarnation) for member in machine.view}
@@ -272,6 +272,8 @@ class SimulatedConduct:
                 raise Violation("I1", f"{host.name} takes {member.peer} in, which does not ask for it")
             if life.lag.get(member, 0) > near:
                 raise Violation("I7", f"{host.name} takes {member.peer} in, {life.lag[member]} versions behind")
+            if member.address not in host.link.answered_s:
+                raise Violation("I7", f"{host.name} takes {member.peer} in, which never answered it")
 
     def _closes(self, host: SimulatedProcess, life: Conduct, commit: Commit) -> None:
         """Check that a version follows the commit that its closer stood at. A witness needs only the latest."""
@@ -426,6 +428,8 @@ class SimulatedConduct:
         elif isinstance(event, m.Unreachable):
             self.apart.loses(host, event.member)
             self._check_lost(host, event)
+        elif isinstance(event, m.Reached) and host.link.answered_s.get(event.member.address) != host.world.now:
+            raise Violation("I7", f"{host.name} takes {event.member.peer} for reachable, which did not answer now")
         elif isinstance(event, m.MeanHeld) and life.decided is not None:
             commit, life.decided = life.decided, life.decided if event.mean_digest != life.decided.mean_digest else None
             if life.decided is None and commit.previous == host.machine.commit.digest:

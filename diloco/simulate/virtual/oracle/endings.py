@@ -77,8 +77,8 @@ class SimulatedEndings:
     # ------------------------------------------------------------ faults that explain an error
 
     def refused(self, process: SimulatedProcess) -> bool:
-        """Its disk was full, or refused a sync, in this life."""
-        return process.disk.refusals > self._beginnings[process.life].refusals
+        """Its disk was full, or refused a sync, as this life began: later that leaves a gap in what is kept."""
+        return not process.up and process.disk.refusals > self._beginnings[process.life].refusals
 
     def damaged(self, process: SimulatedProcess) -> bool:
         """Somebody damaged its disk, or that lied about its syncs: no checkpoint on it is whole for certain."""

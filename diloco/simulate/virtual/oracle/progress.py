@@ -222,8 +222,11 @@ class SimulatedProgress:
                 what = f"gives up what version {passed.version} counts, which closed here"
                 raise Violation("I2", f"{self.host.name} {what}")
 
-    def dropped(self, discarded_tokens: int) -> None:
-        """Note that a simulated peer gave up all its progress."""
+    def dropped(self, discarded_tokens: int, done: bool) -> None:
+        """Check that a simulated peer gives its progress up only where it ends or begins: who skips a round keeps it.
+        Simulated progress is finite. `done`: it knows that the run has ended."""
+        if discarded_tokens and self.mine and not (self.host.leaving or done):
+            raise Violation("I4", f"{self.host.name} gives {discarded_tokens} tokens up, and neither ends nor begins")
         self.pending = False
         for index, masks in enumerate(self.uncommitted):
             self._discard(index, masks)

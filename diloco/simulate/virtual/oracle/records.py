@@ -116,8 +116,10 @@ class SimulatedRecords:
             found = residuals.get(str(fragment.index))
             self._alike(f"residual in its {where}", true, found if found is not None else torch.zeros_like(true))
         outer, local = _tensors(path, "outer"), _tensors(path, "local")
-        if bool(local) != bool(begun.tokens):
-            raise Violation("I5", f"{name}'s {where} has {'' if local else 'no '}weights, of {begun.tokens} tokens")
+        left = any(map(any, begun.pieces))  # of other fragments, or of omitted parts, also when no tokens are left
+        if bool(local) != left and not (local and len(layout.fragments) > 1):
+            what = f"has {'' if local else 'no '}weights, and there is {'' if left else 'no '}progress"
+            raise Violation("I5", f"{name}'s {where} {what}")
         if local and progress.exact:
             anchors = [outer[f"{fragment.index}/anchor"] for fragment in layout.fragments]
             for fragment, anchor, true in zip(layout.fragments, anchors, begun.sums, strict=True):
@@ -146,7 +148,7 @@ class SimulatedRecords:
             what = f"resumes at version {line.state.version} with {found[1]} tokens and {found[2]} blocks of progress"
             raise Violation("I5", f"{process.name} {what}, which no life before it saved")
         pieces = tuple(map(tuple, process.progress.uncommitted))
-        same = [one for one in alike if not one.tokens or one.pieces == pieces]
+        same = [one for one in alike if one.pieces == pieces]
         if not same:
             raise Violation("I5", f"{process.name} resumes with other progress than its tokens stand for")
         return same[-1]

@@ -191,7 +191,7 @@ UNDER_WAIT: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _leaves_in_the_vote: 3,
     _evicted_and_back: 3,
     _mean_lost: 2,
-    _unanswered: 2,
+    _unanswered: 4,
     _half_sent: 3,
     _no_link: 2,
     _two_lives: 2,

@@ -33,6 +33,8 @@ FLIPPED = "flipped"
 """Start of a process whose newest checkpoint has a flipped bit."""
 OFFERS = "offers"
 """A muffle: of the promises of a peer for an attempt only the first arrives."""
+FILTERED = "filtered"
+"""A cut that lets through what answers the calls of the group."""
 FORMER = "former"
 """An eviction that comes so late that the next life of its peer is there."""
 EXCHANGE_S = 0.4
@@ -54,7 +56,8 @@ KINDS: Mapping[str, str] = {
     "leave": "it is asked to leave; how: before or after an effect or a message",
     "resume": "an operator begins again from a checkpoint",
     "evict": "an operator declares a dead one dead; how: former (the life before the present one)",
-    "cut": "nothing passes between a group and the rest; how: both, in or out, and `reset`: senders are told",
+    "cut": "nothing passes between a group and the rest; how: both, in, filtered (in, but answers pass) or out, and "
+    "`reset`: senders are told",
     "link": "the same between two",
     "duel": "of two attempts each is heard by one member only, and the first one hears of nothing else meanwhile",
     "muffle": "some messages about an attempt reach some members when these have gone on to a later one; how: offers",

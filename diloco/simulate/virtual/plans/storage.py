@@ -11,6 +11,7 @@ from random import Random
 
 from diloco.simulate.virtual.plans.plan import (
     CHECKPOINT_S,
+    FILTERED,
     FLIPPED,
     FUSE_S,
     IN_CHECKPOINT,
@@ -27,6 +28,8 @@ SLOW = "1+1+1+0.1"
 ONE_FAST = "1+0.5+0.5+0.5"
 COPIED_SLOWLY = "0.2+0+0+0"
 """Uplinks in Mbit/s, over one of which a state takes 3 seconds."""
+TWO_SLOW = "0.03+0.03"
+"""Uplinks in Mbit/s, over both of which a state takes 8 seconds."""
 SLOWEST = ("0.02+4", "0.01+4", "4+0.02")
 """Uplinks in Mbit/s, one of which needs 5 to 10 seconds for half of a contribution."""
 
@@ -37,7 +40,7 @@ def of_storage(dice: Random, plan: FaultPlan) -> FaultPlan:
     if plan.policy == "quorum":
         situations[_lags] = 5
     if plan.without_majority == "continue":
-        situations[_parts] = 24
+        situations |= {_parts: 32, _copies_again: 10}
     situation = dice.choices(list(situations), list(situations.values()))[0]
     found = situation(dice, replace(plan, calm_s=min(plan.calm_s, CALM_S), total_tokens=0))
     faults = [replace(fault, at_s=round(fault.at_s, 2), for_s=round(fault.for_s, 2)) for fault in found.faults]
@@ -112,7 +115,25 @@ def _copies_slowly(dice: Random, plan: FaultPlan) -> FaultPlan:
     faults = [Fault(at_s, "slow", "j9", dice.choice((4.0, 8.0))), Fault(at_s, "join", "j9")]
     if dice.random() < 0.5:
         faults.append(Fault(at_s + dice.uniform(1.0, 4.0), "kill", "p1"))
-    return replace(plan, faults=tuple(faults))
+    plan, roll = replace(plan, faults=tuple(faults)), dice.random()
+    return _copies_in_turn(dice, plan) if roll < 0.5 else _hides(dice, plan) if roll < 0.8 else plan
+
+
+def _copies_in_turn(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """Two join, over slow uplinks, and only one of them reaches those that have the state: the other waits for it."""
+    plan = replace(plan, peers=2, bandwidth=TWO_SLOW, round_s=5.0, calm_s=12.0, fragments=1, codec="fp32", loss=0.0)
+    at_s = dice.uniform(16.0, 24.0)
+    also_s = at_s + dice.uniform(0.1, 0.5)
+    away_s = also_s + dice.uniform(0.5, 1.0)
+    faults = [Fault(at_s, "join", "j9"), Fault(also_s, "join", "j8")]
+    faults += [Fault(away_s, "link", f"j8+p{index}", 9.0, "both, reset") for index in (0, 1)]
+    return replace(plan, overlap=0.0, merge="carry", most_peers=0, faults=tuple(faults))
+
+
+def _hides(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """One joins that others hear and cannot reach, as behind a filter, and then they can."""
+    at_s, for_s = dice.uniform(1.0, 3.0), dice.choice((2.0, 6.0))
+    return replace(plan, faults=(Fault(at_s, "cut", "j9", for_s, FILTERED), Fault(at_s, "join", "j9")))
 
 
 def _misses(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -166,7 +187,7 @@ def _parts(dice: Random, plan: FaultPlan) -> FaultPlan:
     """
     plan = replace(_overlapping(dice, plan), peers=max(plan.peers, 3), round_s=0.4, delay_s=0.05, bandwidth="")
     at_s, for_s = dice.uniform(1.0, 3.0), dice.uniform(5.0, 7.0)
-    match dice.choice(("fast", "slowly", "slowly", "joined", "halves")):
+    match dice.choice(("fast", "slowly", "slowly", "slowly", "joined", "halves")):
         case "fast" | "slowly" as how:
             for_s += 5.0
             joins_s = at_s + for_s - dice.uniform(0.2, 2.5)

@@ -1,0 +1,87 @@
+"""The run to resume from a peer's folder, which may hold checkpoints of a run that was left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from diloco.base.errors import StateError
+from diloco.run.past import PastRun, checkpoint_at, past_of
+from tests.paper import PaperRun, contract
+
+FOLDER = Path("a")
+
+
+def past(root: Path) -> PastRun:
+    found = past_of(root / FOLDER)
+    assert found is not None
+    return found
+
+
+def trained(root: Path, versions: int, saves: bool, **sections: dict[str, object]) -> None:
+    """A run of one peer in the folder, of so many versions."""
+    run = PaperRun(root, "a", record=False, **sections)
+    for _ in range(versions):
+        run.round()
+    if saves:
+        run.peers["a"].save()
+    run.end()
+
+
+@pytest.mark.parametrize("other", [{}, {"inner": {"steps": 8}}], ids=["the same contract", "another"])
+def test_a_run_that_began_anew_in_the_folder_is_resumed_and_not_the_one_before(
+    tmp_path: Path, other: dict[str, dict[str, object]]
+) -> None:
+    trained(tmp_path, 5, saves=True, **other)
+    found = past(tmp_path).checkpoint()
+    assert found is not None
+    assert found.version == 5
+    trained(tmp_path, 2, saves=False)
+    assert past(tmp_path).checkpoint() is None
+    for folder in (FOLDER, FOLDER / "checkpoints"):
+        with pytest.raises(StateError, match=r"no checkpoint in .* is of the run that its ledger ends with"):
+            checkpoint_at(tmp_path / folder)
+    assert checkpoint_at(tmp_path / FOLDER / "checkpoints" / "v00000005").version == 5
+    trained(tmp_path, 3, saves=True)
+    found = past(tmp_path).checkpoint()
+    assert found is not None
+    assert (found.version, found.contract) == (3, contract())
+    assert checkpoint_at(tmp_path / FOLDER).version == 3
+
+
+def test_a_checkpoint_of_a_history_that_was_left_is_passed_over(tmp_path: Path) -> None:
+    """Where a peer copied the state of a lineage with fewer versions and more tokens."""
+    run = PaperRun(tmp_path, "ab", record=False)
+    a, b = run.peers["a"], run.peers["b"]
+    run.round()
+    a.save()
+    for _ in range(3):
+        run.apply(run.close(a, run.offer([a])), [a])
+    a.save()
+    run.apply(run.close(b, run.offer([b])), [b])
+    assert past(tmp_path).version == 4
+    run.copy(b, a)
+    found = past(tmp_path)
+    assert found.version == 2
+    checkpoint = found.checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.version == 1
+    run.end()
+
+
+def test_a_version_that_the_ledger_had_no_room_for_may_be_resumed(tmp_path: Path) -> None:
+    """A disk that was full for a moment refused its record, and then took its checkpoint."""
+    run = PaperRun(tmp_path, "a", record=False)
+    a = run.peers["a"]
+    run.round()
+    written = (a.directory / "ledger.jsonl").read_bytes()
+    run.round()
+    saved = a.save()
+    (a.directory / "ledger.jsonl").write_bytes(written)
+    os.utime(a.directory / "ledger.jsonl", (0, saved.stat().st_mtime - 1))
+    found = past(tmp_path).checkpoint()
+    assert found is not None
+    assert found.version == 2
+    run.end()
