@@ -85,7 +85,8 @@ class ExchangeTasks:
 
     def failed(self, error: BaseException) -> None:
         """End this exchange or lane with `error`, which the training side is to raise."""
-        logger.error("the exchange failed", exc_info=error)
+        if self._failure is None:
+            logger.error("the exchange failed", exc_info=error)
         self._failure = self._failure or error
         for future in list(self._promises):
             _fail(future, self._failure)

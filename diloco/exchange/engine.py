@@ -297,13 +297,9 @@ class Exchange(ExchangeTasks):
         self._feed(m.Offered(offer))
 
     def _tick(self) -> None:
-        try:
-            self._feed(m.Tick(self._moved_bytes))
-        except Exception as error:
-            self.failed(error)
-        else:
-            pause_s = self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT
-            self._next_tick = self._loop.call_later(pause_s, self._tick)
+        self._guarded(self._feed, m.Tick(self._moved_bytes))
+        pause_s = self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT
+        self._next_tick = self._loop.call_later(pause_s, self._tick)
 
     async def _stop(self) -> None:
         if self._next_tick is not None:
@@ -311,10 +307,13 @@ class Exchange(ExchangeTasks):
         await super()._stop()
 
     def _feed(self, event: m.Event) -> None:
-        self._perform(self.machine.handle(event, monotonic_s()))
+        if self._failure is None:  # else others are to hear nothing: it could not keep what it promises
+            self._perform(self.machine.handle(event, monotonic_s()))
 
     def receive(self, envelope: m.Envelope) -> m.Reply:
         """Pass another peer's message to the exchange's state machine, perform the effects, and return the reply."""
+        if self._failure is not None:
+            return m.Reply.TOO_EARLY  # for the life that follows
         try:
             reply, effects = self.machine.receive(envelope, monotonic_s())
             self._perform(effects)

@@ -307,10 +307,11 @@ def _resume(world: SimulatedWorld, fault: Fault) -> bool:
 
 def _drift(world: SimulatedWorld, fault: Fault) -> bool:
     """The fault "drift": the anchor changes in memory alone, and what is hashed already stays so. One that no version
-    has moved is shared by all processes."""
+    has moved is shared by all processes, and of a small one a rank may hold nothing."""
     host = world.host(fault.peer)
     there = host is not None and host.alive and host.entered
-    own = [state for state in host.lines[-1].state.fragments if state.steps] if host and there else []
+    fragments = host.lines[-1].state.fragments if host and there else ()
+    own = [state for state in fragments if state.steps and len(state.anchor)]
     for state in own:
         state.anchor[0] += DRIFT
     if host is None or not own:

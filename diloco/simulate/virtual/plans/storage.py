@@ -25,13 +25,14 @@ LOSSY = ("topk", "sign", "int4")
 """Codecs that leave over so much that nobody can miss it."""
 CALM_S = 3.0
 SLOW = "1+1+1+0.1"
-ONE_FAST = "1+0.5+0.5+0.5"
+ONE_FAST, ONE_FASTER, ONE_FASTEST = "1+0.5+0.5+0.5", "1+0.25+0.25+0.25", "1+0.1+0.1"
 COPIED_SLOWLY = "0.2+0+0+0"
 """Uplinks in Mbit/s, over one of which a state takes 3 seconds."""
 TWO_SLOW = "0.03+0.03"
 """Uplinks in Mbit/s, over both of which a state takes 8 seconds."""
 SLOWEST = ("0.02+4", "0.01+4", "4+0.02")
 """Uplinks in Mbit/s, one of which needs 5 to 10 seconds for half of a contribution."""
+ALL_SLOWEST = "0.01+0.01+0.01"
 
 
 def of_storage(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -39,8 +40,10 @@ def of_storage(dice: Random, plan: FaultPlan) -> FaultPlan:
     situations = dict(SITUATIONS)
     if plan.policy == "quorum":
         situations[_lags] = 5
+    if plan.policy == "async":
+        situations[_drifts_alone] = 12
     if plan.without_majority == "continue":
-        situations |= {_parts: 32, _copies_again: 10}
+        situations |= {_parts: 32, _copies_again: 10, _parts_unseen: 8}
     situation = dice.choices(list(situations), list(situations.values()))[0]
     found = situation(dice, replace(plan, calm_s=min(plan.calm_s, CALM_S), total_tokens=0))
     faults = [replace(fault, at_s=round(fault.at_s, 2), for_s=round(fault.for_s, 2)) for fault in found.faults]
@@ -178,6 +181,16 @@ def _drifts(dice: Random, plan: FaultPlan) -> FaultPlan:
     return replace(plan, faults=tuple(faults))
 
 
+def _drifts_alone(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """The anchor of the fastest changes in its memory, again and again, and most versions count no other: where one was
+    made on that anchor, all others are on a state that the run did not go on from."""
+    plan = replace(plan, peers=4, speeds=ONE_FASTER, overlap=1.0, merge="carry", round_s=0.6, delay_s=0.3, most_peers=0)
+    at_s = dice.uniform(1.0, 4.0)
+    faults = [Fault(at_s + 3.1 * number, "drift", "p0") for number in range(5)]
+    codec = dice.choice((*LOSSY, "lowrank"))
+    return replace(plan, bandwidth="", codec=codec, radial=False, faults=tuple(faults))
+
+
 def _parts(dice: Random, plan: FaultPlan) -> FaultPlan:
     """Some go on apart, with inner steps beside the exchange, and meet the others again.
 
@@ -206,6 +219,19 @@ def _parts(dice: Random, plan: FaultPlan) -> FaultPlan:
     return replace(plan, faults=(Fault(at_s, "cut", group, for_s),))
 
 
+def _parts_unseen(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """The disk of one of two is slow as it applies a version, and the next one counts it. Then the other goes on apart,
+    and the first, which has not applied that next version, follows it."""
+    plan = replace(_overlapping(dice, plan), peers=2, speeds="1+0.4", overlap=1.0, round_s=1.0, delay_s=0.05, backlog=8)
+    faults, at_s = [], dice.uniform(4.0, 12.0)
+    for number in range(2):
+        slow_s = at_s + 22.0 * number + dice.uniform(0.0, 2.0)
+        faults += [Fault(slow_s, "disk", "p1", 1.0, "late 13")]  # for each sync: a few are 40 seconds
+        faults += [Fault(slow_s + dice.uniform(2.0, 3.5), "cut", "p0", 5.5)]
+    plan = replace(plan, bandwidth="", most_peers=0, stragglers="wait", loss=0.0, witnesses=0, proven=False)
+    return replace(plan, calm_s=30.0, faults=tuple(faults))
+
+
 def _leaves(dice: Random, plan: FaultPlan) -> FaultPlan:
     """Peers leave in good order, one of them when it is out of the view."""
     plan = replace(_overlapping(dice, plan), peers=max(plan.peers, 3))
@@ -227,9 +253,13 @@ def _ends(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 
 def _waits(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """The uplink of one of two is so slow that a version takes longer than its peers wait for it."""
+    """The uplink of one of two is so slow that a version takes longer than its peers wait for it; or all uplinks are,
+    and one of three is so fast that it contributes alone."""
     plan = replace(plan, peers=2, bandwidth=dice.choice(SLOWEST), round_s=1.0, fragments=1, codec="fp32", witnesses=0)
-    return replace(plan, overlap=0.0, merge="carry", faults=(Fault(dice.uniform(7.0, 9.0), "stop", "p1", 0.1),))
+    plan = replace(plan, overlap=0.0, merge="carry", faults=(Fault(dice.uniform(7.0, 9.0), "stop", "p1", 0.1),))
+    if dice.random() < 0.4:
+        return plan
+    return replace(plan, peers=3, bandwidth=ALL_SLOWEST, speeds=ONE_FASTEST, round_s=5.0, calm_s=12.0, most_peers=0)
 
 
 SITUATIONS: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
@@ -242,7 +272,7 @@ SITUATIONS: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _copies_again: 4,
     _leaves: 5,
     _ends: 2,
-    _waits: 1,
+    _waits: 3,
     _meddles: 1,
     _drifts: 4,
 }
