@@ -71,8 +71,6 @@ class PaperPeer:
 
     def apply(self, closed: Closed) -> None:
         mine = step_outer(self.line, closed)
-        if mine is not None:
-            self.line.trained.blocks -= mine.blocks  # as a reader sets them
         self.journal.committed(closed.commit, mine)
 
     def save(self) -> Path:

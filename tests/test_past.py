@@ -85,3 +85,15 @@ def test_a_version_that_the_ledger_had_no_room_for_may_be_resumed(tmp_path: Path
     assert found is not None
     assert found.version == 2
     run.end()
+
+
+def test_who_joined_and_died_before_it_had_a_state_keeps_its_checkpoints(tmp_path: Path) -> None:
+    run = PaperRun(tmp_path, "a", record=False)
+    run.round()
+    run.round()
+    run.peers["a"].save()
+    run.end()
+    run.start("a", "lineage-1").journal.close()
+    checkpoint = past(tmp_path).checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.version == 2

@@ -25,7 +25,14 @@ from diloco.config.site import NetworkSection, Site
 from diloco.exchange import statesync
 from diloco.exchange.archive import MAX_SNAPSHOTS, UNREAD_STALLS, Archive, Backlog, Snapshots, Untaken, make_offer
 from diloco.exchange.service import ExchangeService
-from diloco.exchange.statesync import MAX_FRUITLESS_PASSES, PAUSE_S, STRIPE_BYTES, download, why_useless
+from diloco.exchange.statesync import (
+    MAX_COPIED_TIMES,
+    MAX_FRUITLESS_PASSES,
+    PAUSE_S,
+    STRIPE_BYTES,
+    download,
+    why_useless,
+)
 from diloco.outer.fragments import Layout
 from diloco.outer.line import leads_to
 from diloco.outer.optimizers import open_outer
@@ -218,6 +225,25 @@ def test_when_the_members_move_on_only_what_changed_is_fetched_again(state: Oute
         assert (copied.version, copied.digest) == (later.version, later.digest)
         again = len(served(members)) - CHUNKS
         assert 0 < again <= CHUNKS // 2, "the fragment that did not move is not fetched twice"
+
+    asyncio.run(scenario())
+
+
+def test_a_copy_that_is_out_of_date_again_and_again_fails(state: OuterState) -> None:
+    """As where versions close faster than a link carries the state: it would never be done, and bytes always come."""
+
+    async def scenario() -> None:
+        member = Holder(state)
+
+        def after(chunks: int) -> None:
+            if chunks == CHUNKS - 2:
+                member.held = step(step(member.held, 0), 1)
+                member.snapshots.forget(member.held.version + 100, time.monotonic())
+
+        with pytest.raises(StateError, match="each out of date") as failed:
+            await Members(member).copy(start(2), after)
+        assert "backlog_versions" in failed.value.fix
+        assert MAX_COPIED_TIMES * CHUNKS < len(member.served) < (MAX_COPIED_TIMES + 1) * CHUNKS
 
     asyncio.run(scenario())
 

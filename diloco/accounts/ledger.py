@@ -450,8 +450,10 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
             version = fields["version"]
         elif record.kind == "gap":
             whole = False
-        if "digest" in fields:
-            history = {at: stood for at, stood in history.items() if at <= version}
+        joins = record.kind == "open" and not (fields["founds"] or fields["resumed"])  # and has no state yet
+        if "digest" in fields and not joins:
+            while history and (latest := next(reversed(history))) > version:
+                del history[latest]
             history[version] = history.get(version, frozenset()) | {fields["digest"]}  # two where a lineage is founded
     if not opening:
         return None

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 STRIPE_BYTES = 16 * 2**20
 """Asked for in one call, about: less towards the end, so that all members end together."""
+MAX_COPIED_TIMES = 4
+"""Sizes of the state that one copy fetches at most: whoever needs more is never done, for versions close faster."""
 MAX_FRUITLESS_PASSES = 6
 """Passes over all members, in a row, that bring nothing: then the copy has failed."""
 PAUSE_S = 0.5
@@ -90,6 +92,9 @@ async def download(
         fetched_bytes = copy.fetched_bytes
         if await copy.fetch(offer.digest, manifest, holders) and not useless(offer):
             return OuterState.assemble(offer.version, offer.steps, copy.buffers, layout, optimizer), offer
+        if copy.fetched_bytes > MAX_COPIED_TIMES * copy.total_bytes:
+            cause = f"{copy.fetched_bytes} bytes of states came, each out of date before {copy.total_bytes} were here"
+            raise StateError(cause, "raise membership.backlog_versions, or join over a faster link")
         fruitless = fruitless + 1 if copy.fetched_bytes == fetched_bytes else 0
         if fruitless == MAX_FRUITLESS_PASSES:
             cause = f"{copy.here_bytes} of {copy.total_bytes} bytes of the state arrived, then no more came"

@@ -172,12 +172,12 @@ class GossipPeer:
     def _copy_state(self, sources: Sequence[str]) -> Life[None]:
         """Copy the outer state of the first of these members that gives it. Raises StateError."""
         self.report(phase=Phase.JOINING)
-        deadline_s = monotonic_s() + self.site.timeouts.join_s
-        causes = []
+        exchange, causes = self.exchange, []
         for source in sources:
-            copying = self.exchange.copy_state(source, self.line.state)
+            copying, join_s = exchange.copy_state(source, self.line.state), self.site.timeouts.join_s
             try:
-                state, _ = yield from in_time(copying, max(deadline_s - monotonic_s(), 0.1), self.asked_to_leave)
+                copied = in_time(copying, join_s, self.asked_to_leave, came_s=lambda: exchange.copied_s)
+                state, _ = yield from copied
             except StateError as error:
                 if self.asked_to_leave():
                     raise

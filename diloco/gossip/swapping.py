@@ -111,6 +111,8 @@ class Swapping(ExchangeTasks):
         """The outer state that joiners are offered. The training thread sets it."""
         self._snapshots = Snapshots(Backlog(0, 0), terms.site.timeouts.stall_s)
         self._serving = RateLimit(serve_bps_of(terms.site))
+        self.copied_s = 0.0
+        """Local time at which bytes of a state last came here."""
 
     # ------------------------------------------------------------ for the training side (any thread)
 
@@ -195,6 +197,7 @@ class Swapping(ExchangeTasks):
         """A gossip joiner's copy of a member's outer state. Cancelling the future gives it up. Raises StateError."""
 
         def progress(done_bytes: int, total_bytes: int) -> None:
+            self.copied_s = monotonic_s()
             if done_bytes == total_bytes:
                 self._emit(StateCopying(done_bytes, total_bytes))
 

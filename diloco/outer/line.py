@@ -280,7 +280,7 @@ def expect(line: Line, commit: Commit) -> Counted | None:
 def book(line: Line, commit: Commit, mine: Counted | None) -> None:
     """Take `mine`, the contribution that a version counts, off the line's progress, after it was applied. Rank 0."""
     if mine is not None:
-        line.trained.tokens -= mine.tokens  # the reader of leased blocks sets their number
+        line.trained.add(-mine.tokens, -mine.blocks)
         line.remainder = commit.omits(line.peer) or len(line.layout.fragments) > 1
     if mine is not None or not line.trained.tokens:
         line.since = commit.version

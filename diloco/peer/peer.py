@@ -59,8 +59,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SETTLE_POLL_S = 0.05
-MAX_REFUSED_S = 2.0
-"""Longest time for which a joiner that nobody reaches is refused before it ends: its members took 5 s to say so."""
+MAX_LATE_S = 1.0
+"""A joiner that nobody reaches ends with the second reply that says so, which comes so long after a heartbeat."""
 
 
 class PeerRecord(Protocol):
@@ -447,7 +447,8 @@ class Refusal:
         refused_s = now_s - self._since_s
         if self._reply is Reply.FENCED and refused_s > 3 * self._timeouts.suspect_s:
             raise EvictedError(f"the run has a live peer named {exchange.name}", "choose another peer.name")
-        if self._reply is Reply.UNREACHED and refused_s > min(2 * self._timeouts.heartbeat_s, MAX_REFUSED_S):
+        heartbeat_s = self._timeouts.heartbeat_s
+        if self._reply is Reply.UNREACHED and refused_s > heartbeat_s + min(heartbeat_s, MAX_LATE_S):
             cause = f"nobody reaches {exchange.me.address}: the members hear this peer, and it does not hear them"
             fix = "let connections in at that port, or set network.advertise to an address and port that others reach"
             raise UnreachableError(cause, fix)

@@ -257,8 +257,8 @@ def _waits(dice: Random, plan: FaultPlan) -> FaultPlan:
     and one of three is so fast that it contributes alone."""
     plan = replace(plan, peers=2, bandwidth=dice.choice(SLOWEST), round_s=1.0, fragments=1, codec="fp32", witnesses=0)
     plan = replace(plan, overlap=0.0, merge="carry", faults=(Fault(dice.uniform(7.0, 9.0), "stop", "p1", 0.1),))
-    if dice.random() < 0.4:
-        return plan
+    if dice.random() < 0.4 or plan.without_majority == "continue":
+        return plan  # who goes on alone over such an uplink is never caught up with
     return replace(plan, peers=3, bandwidth=ALL_SLOWEST, speeds=ONE_FASTEST, round_s=5.0, calm_s=12.0, most_peers=0)
 
 
@@ -272,7 +272,7 @@ SITUATIONS: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _copies_again: 4,
     _leaves: 5,
     _ends: 2,
-    _waits: 3,
+    _waits: 4,
     _meddles: 1,
     _drifts: 4,
 }
