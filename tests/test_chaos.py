@@ -162,6 +162,18 @@ def test_a_reset_ends_connections_and_a_shut_door_refuses_them(network: ChaosNet
         assert comes_back(after, b"after")
 
 
+def test_a_filtered_peer_is_not_reached_and_says_nothing(network: ChaosNetwork, to_b: socket.socket) -> None:
+    door = to_b.getpeername()[:2]
+    assert comes_back(to_b, b"before")
+    network.filter("b")
+    assert ends(to_b)
+    with pytest.raises(TimeoutError):
+        socket.create_connection(door, timeout=0.5)
+    network.reopen("b")
+    with socket.create_connection(door, timeout=DEADLINE_S) as after:
+        assert comes_back(after, b"after")
+
+
 LISTENS = """
 import socket
 with socket.create_server(("127.0.0.1", {port})) as server:
@@ -309,7 +321,7 @@ def test_a_short_drill_in_namespaces_violates_nothing(tmp_path: Path) -> None:
         3,
         0.15,
         quiet_s=1.0,
-        seed=0,  # whose first fault is a tunnel that is shut
+        seed=0,  # whose first fault is a filter
         step_s=0.05,
         every_s=(2.0, 3.0),
         clean=False,
@@ -320,7 +332,7 @@ def test_a_short_drill_in_namespaces_violates_nothing(tmp_path: Path) -> None:
     except ResourceError as error:
         pytest.skip(str(error))
     assert result["violation_texts"] == []
-    assert "tunnel shut" in result["by_kind"]
+    assert "filtered" in result["by_kind"]
     assert result["versions"] > result["faults"] >= 3
 
 

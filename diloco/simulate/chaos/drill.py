@@ -9,7 +9,7 @@ import heapq
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ class DrillOptions:
 
 KINDS: Final = {
     "kill": 3, "kill, disk lost": 2, "stop": 3, "leave": 2, "cut off": 2, "cut one way": 2, "split": 1, "slow link": 2,
-    "corrupt bytes": 2, "tunnel shut": 2, "reset": 2,
+    "corrupt bytes": 2, "tunnel shut": 2, "filtered": 2, "reset": 2,
 }  # fmt: skip
 """Weight of each kind of fault in the draw. The founder dies once, early."""
 GENTLE: Final = ("slow link", "corrupt bytes", "reset")
@@ -127,7 +127,8 @@ class ChaosDrill:
             "split": self._split,
             "slow link": partial(self._degrade, passes=True, bytes_per_s=SLOW_BYTES_PER_S),
             "corrupt bytes": partial(self._degrade, flips=FLIPS),
-            "tunnel shut": self._shut,
+            "tunnel shut": partial(self._close, how=self.network.shut),
+            "filtered": partial(self._close, how=self.network.filter),
             "reset": self._reset,
         }
 
@@ -303,10 +304,11 @@ class ChaosDrill:
         victims = frozenset(fault.victims)
         self._for_a_while(fault, [Rule(victims, None, **how), Rule(None, victims, **how)])
 
-    def _shut(self, fault: DrillFault) -> None:
-        """The fault "tunnel shut": whoever dials a peer is refused, as by a machine where nothing listens."""
+    def _close(self, fault: DrillFault, how: Callable[[Iterable[str]], None]) -> None:
+        """The faults "tunnel shut" and "filtered": whoever dials a peer is refused, as by a machine where nothing
+        listens, or hears nothing, as from behind a firewall."""
         fault.cut = fault.victims
-        self.network.shut(fault.victims)
+        how(fault.victims)
         self._mend_later(fault, 5.0, 15.0, partial(self.network.reopen, fault.victims))
 
     def _reset(self, fault: DrillFault) -> None:

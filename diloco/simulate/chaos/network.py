@@ -57,6 +57,13 @@ class _Door:
     port: int
     server: asyncio.Server | None = None
     """None while it is shut."""
+    filtered: Sequence[socket.socket] = ()
+    """While it is filtered: a socket that listens and takes nobody, and one that fills its queue."""
+
+    def unfilter(self) -> None:
+        for end in self.filtered:
+            end.close()
+        self.filtered = ()
 
 
 class ChaosNetwork:
@@ -108,8 +115,13 @@ class ChaosNetwork:
         """A fault of the drill: nothing listens before these peers. Connections to them break, new ones are refused."""
         self._call(self._shut(frozenset(peers)))
 
+    def filter(self, peers: Iterable[str]) -> None:
+        """A fault of the drill: connections to these peers break, and those who dial them hear nothing, as behind a
+        firewall that drops what comes in. They themselves reach all others."""
+        self._call(self._filter(frozenset(peers)))
+
     def reopen(self, peers: Iterable[str]) -> None:
-        """Mend this fault of the drill."""
+        """Mend these faults of the drill."""
         self._call(self._reopen(frozenset(peers)))
 
     def reset(self, peers: Iterable[str]) -> None:
@@ -155,9 +167,17 @@ class ChaosNetwork:
             pipe.add_done_callback(self._pipes.pop)
             await self._connect(peer, door.place, reader, writer)
 
-        made = self._spaces[door.place].listening(door.port) if door.place else _listening(door.port)
+        made = self._listening(door)
         door.server = await asyncio.start_server(accepted, sock=made)
         door.port = int(made.getsockname()[1])
+
+    def _listening(self, door: _Door) -> socket.socket:
+        if door.place:
+            return self._spaces[door.place].listening(door.port)
+        return socket.create_server((LOOPBACK, door.port))
+
+    def _connected(self, place: str, port: int) -> socket.socket:
+        return self._spaces[place].connected(port) if place else socket.create_connection((LOOPBACK, port))
 
     async def _shut(self, peers: frozenset[str]) -> None:
         for door in [door for peer in peers for door in self._doors.get(peer, [])]:
@@ -166,9 +186,17 @@ class ChaosNetwork:
                 door.server = None
         await self._reset(peers)
 
+    async def _filter(self, peers: frozenset[str]) -> None:
+        await self._shut(peers)
+        for door in [door for peer in peers for door in self._doors.get(peer, [])]:
+            listens = self._listening(door)
+            listens.listen(0)  # its queue has room for one, and the kernel drops the first packet of the next
+            door.filtered = (listens, self._connected(door.place, door.port))
+
     async def _reopen(self, peers: frozenset[str]) -> None:
         for peer in peers:
             for door in self._doors.get(peer, []):
+                door.unfilter()
                 if door.server is None:
                     await self._listen(peer, door)
 
@@ -183,6 +211,8 @@ class ChaosNetwork:
             self._changed.notify_all()
 
     async def _end(self) -> None:
+        for door in [door for doors in self._doors.values() for door in doors]:
+            door.unfilter()
         pipes = list(self._pipes)
         for pipe in pipes:
             pipe.cancel()
@@ -267,10 +297,6 @@ def _this_task() -> asyncio.Task[None]:
     task: asyncio.Task[None] | None = asyncio.current_task()
     assert task is not None
     return task
-
-
-def _listening(port: int) -> socket.socket:
-    return socket.create_server((LOOPBACK, port))
 
 
 def _inode(local_port: int, remote_port: int) -> str:
