@@ -144,11 +144,13 @@ class Coordinator:
             return GroupDecision(None, no_majority)
         names = [member.peer for member in self.chain.view if not member.witness]
         living = [member.peer for member in membership.trainers_alive()]
-        expected = [peer for peer in living if peer not in self._without and not membership.roster.barred(peer)]
-        if not expected:
-            if now - self._entered_at < stall_s:
+        allowed = [peer for peer in living if not membership.roster.barred(peer)]
+        expected = [peer for peer in allowed if peer not in self._without]
+        if not any(peer in tally.offered_at_s for peer in expected):  # who was left out may be all that contribute
+            if now - self._entered_at >= stall_s:
+                expected = allowed or living
+            elif not expected:
                 return GroupDecision(None, "every contribution was refused: asking again soon")
-            expected = living
         waits_from = tally.waits_from(self.chain.sync_s, reserve_s=stall_s)
         return decide(self._policy, now, names, expected, tally.offered_at_s, tally.state_digests, waits_from)
 
