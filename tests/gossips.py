@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,7 +102,14 @@ class LocalEndpoint:
 class Gossiper:
     """A peer whose model is one vector, which inner steps pull towards a target of its own."""
 
-    def __init__(self, name: str, world: World, through: Gossiper | None, checkpoint: Checkpoint | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        world: World,
+        through: Gossiper | None,
+        checkpoint: Checkpoint | None = None,
+        directory: Path | None = None,
+    ) -> None:
         self.name, self.world = name, world
         self.model = torch.nn.Linear(1, world.elements, bias=False, dtype=world.dtype)
         torch.nn.init.constant_(self.model.weight, 1.0)
@@ -115,7 +123,7 @@ class Gossiper:
         loop = OwnLoop(self.model, island, {})
         rank = PeerRank(world.contract, SITE, island, loop.weights, loop)
         self.chronicle = RunChronicle(rank, events.emit, None)
-        self.peer = GossipPeer(name, rank, endpoint, events, self.chronicle, checkpoint)
+        self.peer = GossipPeer(name, rank, endpoint, events, self.chronicle, checkpoint, directory=directory)
         self.life = GossipLife(self.peer, lambda: False)
         self.chronicle.peer = self.peer
         self.dead = False
@@ -193,9 +201,9 @@ class World:
     def hello(self, through: Gossiper) -> Welcome:
         return through.peer.exchange._ask(through.peer.exchange.on_hello).result(DEADLINE_S)
 
-    def add(self, name: str, checkpoint: Checkpoint | None = None) -> Gossiper:
+    def add(self, name: str, checkpoint: Checkpoint | None = None, directory: Path | None = None) -> Gossiper:
         alive = [peer for peer in self.peers if not peer.dead]
-        peer = Gossiper(name, self, alive[0] if alive else None, checkpoint)
+        peer = Gossiper(name, self, alive[0] if alive else None, checkpoint, directory)
         self.peers.append(peer)
         return peer
 

@@ -241,6 +241,45 @@ def test_a_peer_that_leaves_gives_its_progress_away(make: Callable[..., World]) 
     assert b.peer.position() == TOKENS
 
 
+def test_a_peer_that_leaves_while_it_swaps_gives_away_what_it_trained_since(make: Callable[..., World]) -> None:
+    world = make(2)
+    a, b = world.peers
+    a.step()
+    a.step()  # the swap is under way, most often
+    until(lambda: b.peer.between_steps() or a.peer.exchange.busy or a.version > 0, "they swap", 5.0)
+    a.step()
+
+    async def together() -> None:
+        leaving = asyncio.create_task(asyncio.to_thread(drive, a.peer.leave()))
+        while not leaving.done():
+            b.peer.between_steps()
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(together(), 20))
+    assert a.peer.line.trained.tokens == 0
+    assert a.peer.exchange.sending == 0
+    until(lambda: b.peer.between_steps() or b.peer.position() == 3 * TOKENS, "b has it", 5.0)
+
+
+def test_who_joins_in_an_old_folder_saves_later_checkpoints_than_those_there(
+    make: Callable[..., World], tmp_path: Path
+) -> None:
+    """Without a ledger the newest is the one to resume from, and those before it go."""
+    world = make(2)
+    (tmp_path / "checkpoints" / "v00000057").mkdir(parents=True)
+    assert world.add("p2", directory=tmp_path).version == 57
+    assert world.add("p3").version == 0
+
+
+def test_who_has_no_state_yet_welcomes_nobody(make: Callable[..., World]) -> None:
+    """Who came in there would ask it alone for the state."""
+    exchange = make(1).peers[0].peer.exchange
+    exchange.state = None
+    with pytest.raises(LinkRefused) as refused:
+        exchange.on_hello()
+    assert refused.value.reply is Reply.TOO_EARLY
+
+
 def test_a_peer_that_is_alone_steps_alone(make: Callable[..., World]) -> None:
     (a,) = make(1, inner={"steps": 2}).peers
     slow = a.anchor.clone()

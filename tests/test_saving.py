@@ -20,7 +20,7 @@ from diloco.observe.events import to_json
 from diloco.storage import checkpoint, saving
 from diloco.storage.checkpoint import load
 from diloco.storage.saving import CheckpointSchedule, Contents, Saver, Written
-from diloco.storage.stateful import _device_of
+from diloco.storage.stateful import UserState, _device_of
 from tests.fronts import drive
 from tests.peers import DEADLINE_S
 
@@ -157,3 +157,20 @@ def test_values_of_an_optimizer_come_back_where_its_kernels_read_them(key: str, 
     parameter = torch.nn.Parameter(torch.zeros(2, device="meta"))
     optimizer = torch.optim.Adam([parameter], **options)
     assert _device_of(parameter, key, optimizer) == torch.device(device)
+
+
+@pytest.mark.parametrize("name", ["opt", "opt/a"])
+def test_an_optimizer_comes_back_with_its_moments_whatever_its_name(name: str, tmp_path: Path) -> None:
+    def made() -> tuple[torch.nn.Linear, torch.optim.Adam, UserState]:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        return model, optimizer, UserState({name: optimizer}, dict(model.named_parameters()), 0)
+
+    model, optimizer, state = made()
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, 1, {"user": state.slices()}, {}, 1)
+    other, again, there = made()
+    there.load(load(tmp_path).groups["user"])
+    for before, after in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(again.state[after]["exp_avg"], optimizer.state[before]["exp_avg"])

@@ -45,7 +45,7 @@ from diloco.peer.rank import PeerRank, now
 from diloco.peer.schedule import PeerStopwatch
 from diloco.peer.terms import check_alike, lineage_of
 from diloco.round import Seconds
-from diloco.storage.checkpoint import Checkpoint
+from diloco.storage.checkpoint import Checkpoint, latest_version
 from diloco.storage.saving import CheckpointSchedule, book_restored, save_line
 from diloco.transport.dht import Presence
 from diloco.transport.endpoint import Endpoint, reachable
@@ -176,13 +176,14 @@ class GossipPeer:
         for source in sources:
             copying, join_s = exchange.copy_state(source, self.line.state), self.site.timeouts.join_s
             try:
-                copied = in_time(copying, join_s, self.asked_to_leave, came_s=lambda: exchange.copied_s)
-                state, _ = yield from copied
+                state, _ = yield from in_time(copying, join_s, self.asked_to_leave, came_s=lambda: exchange.copied_s)
             except StateError as error:
                 if self.asked_to_leave():
                     raise
                 causes.append(f"{source}: {error}")
                 continue
+            before = latest_version(self.rank.folder) if self.directory else 0  # by an earlier life: ours come later
+            state = OuterState(before, state.fragments)
             taken = adoption(self.line, None, ())
             yield from self.do(Adopt(state.version, (state.fragments[0].steps,), taken.stays), state)
             book_adoption(self.line, taken)
@@ -383,11 +384,10 @@ class GossipPeer:
         self.spread = self.settling.remaining(len(self.exchange.alive()) or 1)
 
     def leave(self) -> Life[None]:
-        """One more swap, if another peer is there, so that it gets our progress since the last one."""
+        """Swap once more, or twice where a swap is under way: others get all our progress. And let it arrive."""
         self.report(phase=Phase.LEAVING)
-        swaps = self.version
         deadline_s = monotonic_s() + self.site.timeouts.leave_s
-        while self._steps and self.version == swaps and monotonic_s() < deadline_s and self.exchange.alive():
+        while (self._steps or self.exchange.sending) and monotonic_s() < deadline_s and self.exchange.alive():
             self.between_steps()
             yield Wait(None, PAUSE_S)
 

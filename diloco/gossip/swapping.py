@@ -111,6 +111,8 @@ class Swapping(ExchangeTasks):
         """The outer state that joiners are offered. The training thread sets it."""
         self._snapshots = Snapshots(Backlog(0, 0), terms.site.timeouts.stall_s)
         self._serving = RateLimit(serve_bps_of(terms.site))
+        self.sending = 0
+        """Weights of swaps that are on their way from here."""
         self.copied_s = 0.0
         """Local time at which bytes of a state last came here."""
 
@@ -307,6 +309,13 @@ class Swapping(ExchangeTasks):
 
     async def _send(self, outgoing: Outgoing) -> None:
         """Send our weights of a swap, again when the line breaks: the partner ignores the parts that it has."""
+        self.sending += 1
+        try:
+            await self._deliver_weights(outgoing)
+        finally:
+            self.sending -= 1
+
+    async def _deliver_weights(self, outgoing: Outgoing) -> None:
         terms, swap, problem = self.terms, outgoing.swap, ""
         to, kind = swap.partner, Kind.WEIGHTS if swap.leads else Kind.ANSWER
         for _ in range(MAX_STREAM_TRIES):
@@ -424,8 +433,8 @@ class Swapping(ExchangeTasks):
             self._swaps.moved(swap, monotonic_s(), self._stall_s)
 
     def on_hello(self) -> Welcome:
-        if not self.me.address:
-            raise LinkRefused(m.Reply.TOO_EARLY, "still starting")
+        if not self.me.address or self.state is None:
+            raise LinkRefused(m.Reply.TOO_EARLY, "still starting, or copying the state")
         others = tuple(word.member for word in self.acquaintances.alive(monotonic_s())[:MAX_WELCOMED])
         return Welcome(
             self._contract_json, self.lineage, self.version, True, (self.me, *others), self.directory,
@@ -443,7 +452,7 @@ class Swapping(ExchangeTasks):
         return None
 
     async def on_state_offer(self, have: str) -> StateOffer:
-        """Offer the outer state under gossip as version 0: a joiner counts its own swaps from there."""
+        """Offer the outer state under gossip as version 0: a joiner counts its own swaps."""
         if self.state is None:
             raise LinkRefused(m.Reply.TOO_EARLY, "no state here yet")
         state = OuterState(0, self.state.fragments)

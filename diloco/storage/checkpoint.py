@@ -251,6 +251,11 @@ def latest(directory: Path) -> Path | None:
     return next((path for _, path in _checkpoints(directory)), None)
 
 
+def latest_version(directory: Path) -> int:
+    """Version of the newest checkpoint in `directory`, not verified; 0: there is none."""
+    return next((version for version, _ in _checkpoints(directory)), 0)
+
+
 def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimizer) -> OuterState:
     """Part of the outer state in a peer's checkpoint that `layout` holds, from group `outer` and `meta["steps"]`.
 

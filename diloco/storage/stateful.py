@@ -110,10 +110,9 @@ class UserState:
                 group[key] = torch.full_like(before, value) if isinstance(before, Tensor) else value
         optimizer.state.clear()
         for entry in pieces:
-            owner, _, rest = entry.partition("/")
-            member, _, key = rest.rpartition("/")
+            member, _, key = entry.removeprefix(f"{name}/").rpartition("/")
             parameter = self._parameters.get(member)
-            if owner != name or parameter is None:
+            if not entry.startswith(f"{name}/") or parameter is None:
                 continue
             shape = pieces.shape(entry)
             if shape == tuple(parameter.shape):  # sharded as its parameter is

@@ -80,6 +80,11 @@ class SimulatedEndings:
         """Its disk was full, or refused a sync, as this life began: later that leaves a gap in what is kept."""
         return not process.up and process.disk.refusals > self._beginnings[process.life].refusals
 
+    def unsaved(self, process: SimulatedProcess) -> bool:
+        """It was at its end, and its disk has refused something in this life: its last checkpoint may be missing."""
+        ending = process.leaving or (process.run is not None and process.run.done)
+        return ending and process.disk.refusals > self._beginnings[process.life].refusals
+
     def damaged(self, process: SimulatedProcess) -> bool:
         """Somebody damaged its disk, or that lied about its syncs: no checkpoint on it is whole for certain."""
         return process.disk.damaged and process.disk.durable < 0
@@ -153,6 +158,7 @@ def _wants_state(host: SimulatedProcess) -> bool:
 EXPLANATIONS = (
     Explanation(ResourceError, "another process", lambda endings, process: process.first is not None),
     Explanation(ResourceError, "", SimulatedEndings.refused),
+    Explanation(ResourceError, "cannot write checkpoint", SimulatedEndings.unsaved),
     Explanation(ResourceError, "another rank", SimulatedEndings.parted),
     Explanation(ResourceError, "has not answered", SimulatedEndings.jumped),
     Explanation(StateError, "checkpoint", SimulatedEndings.damaged, keeps_disk=False),
