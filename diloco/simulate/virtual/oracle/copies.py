@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from diloco.base.errors import StateError
 from diloco.base.types import Commit
+from diloco.exchange.statesync import MAX_COPIED_TIMES
 from diloco.protocol.messages import Fork, Reply
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
@@ -42,6 +43,8 @@ class SimulatedCopies:
         """When the copy began, or its latest chunk came, by the peer's own clock."""
         self._chunks = 0
         """So many were kept."""
+        self._here_bytes, self._fetched, self._total = math.inf, 0.0, 0
+        """Bytes of the copy that are here, came in all, and are to come."""
         self._asking = 0
         """Members that have not answered yet with an offer."""
         self._goes_on = False
@@ -63,9 +66,12 @@ class SimulatedCopies:
             def on_progress(here: int, total: int) -> None:
                 self._came_s = process.now
                 self._chunks += 1
+                self._fetched += max(here - self._here_bytes, 0.0)
+                self._here_bytes, self._total = here, total
                 progress(here, total)
 
             self._came_s, self._goes_on = process.now, False
+            self._here_bytes, self._fetched = math.inf, 0.0
             try:
                 state, offer, forks = await copy(sources, local, commit, on_progress)
             except StateError:
@@ -130,10 +136,12 @@ class SimulatedCopies:
         link.fetch_state_offer, link.fetch_state = on_offer, on_chunks  # type: ignore[method-assign]
 
     def _fails(self) -> None:
-        """I7: a copy fails when nothing came for long, or as nobody's state fits; not as one member is slow. Who has no
-        state at all waits for one that is on its way."""
+        """I7: a copy fails when nothing came for long, as nobody's state fits, or all was out of date several times;
+        not as one member is slow. Who has no state at all waits for one that is on its way."""
         if self._coming and self._exchange.archive.state is None:
             raise Violation("I7", f"{self._process.name} waits no longer for a state that is on its way")
+        if self._fetched > (MAX_COPIED_TIMES - 1) * self._total > 0:  # the first chunk of each pass is not in it
+            return
         still_s = self._process.now - self._came_s
         if self._goes_on and still_s < FRUITLESS_S - SLACK_S and not founded_here(self._exchange):
             raise Violation("I7", f"{self._process.name} gives a copy up that brought nothing for {still_s:.1f} s")
