@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from diloco.base.errors import StateError
 from diloco.base.types import Commit
-from diloco.exchange.statesync import MAX_COPIED_TIMES
 from diloco.protocol.messages import Fork, Reply
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 FRUITLESS_S = 2.5
 """A copy that may yet come to its end goes on for so long without any bytes."""
 SLACK_S = 0.05
+MAX_COPIED_TIMES = 4
+"""Sizes of the state that one copy fetches at most."""
 
 
 def founded_here(exchange: Exchange) -> bool:
