@@ -221,18 +221,24 @@ def test_who_is_asked_to_leave_copies_no_state_to_its_end() -> None:
         world.close()
 
 
+def leaves(peer: Gossiper, beside: Gossiper) -> None:
+    """A peer leaves, while another goes on."""
+
+    async def together() -> None:
+        leaving = asyncio.create_task(asyncio.to_thread(drive, peer.peer.leave()))
+        while not leaving.done():
+            beside.peer.between_steps()
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(together(), 20))
+
+
 def test_a_peer_that_leaves_gives_its_progress_away(make: Callable[..., World]) -> None:
     world = make(2, inner={"steps": 100})
     a, b = world.peers
     a.step()
 
-    async def together() -> None:
-        leaving = asyncio.create_task(asyncio.to_thread(drive, a.peer.leave()))
-        while not leaving.done():
-            b.peer.between_steps()
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(together(), 20))
+    leaves(a, beside=b)
     until(lambda: b.peer.between_steps() or b.version == 1, "b has it", 5.0)
     assert a.version == b.version == 1
     assert a.peer.line.trained.tokens == 0
@@ -249,13 +255,7 @@ def test_a_peer_that_leaves_while_it_swaps_gives_away_what_it_trained_since(make
     until(lambda: b.peer.between_steps() or a.peer.exchange.busy or a.version > 0, "they swap", 5.0)
     a.step()
 
-    async def together() -> None:
-        leaving = asyncio.create_task(asyncio.to_thread(drive, a.peer.leave()))
-        while not leaving.done():
-            b.peer.between_steps()
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(together(), 20))
+    leaves(a, beside=b)
     assert a.peer.line.trained.tokens == 0
     assert a.peer.exchange.sending == 0
     until(lambda: b.peer.between_steps() or b.peer.position() == 3 * TOKENS, "b has it", 5.0)
@@ -272,7 +272,7 @@ def test_who_joins_in_an_old_folder_saves_later_checkpoints_than_those_there(
 
 
 def test_who_has_no_state_yet_welcomes_nobody(make: Callable[..., World]) -> None:
-    """Who came in there would ask it alone for the state."""
+    """A joiner that came in there would ask it alone for the state."""
     exchange = make(1).peers[0].peer.exchange
     exchange.state = None
     with pytest.raises(LinkRefused) as refused:
