@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from diloco.base.errors import StateError
+from diloco.run.export import ABOUT, export
 from diloco.run.past import PastRun, checkpoint_at, past_of
 from tests.paper import PaperRun, contract
 
@@ -52,7 +54,7 @@ def test_a_run_that_began_anew_in_the_folder_is_resumed_and_not_the_one_before(
 
 
 def test_a_checkpoint_of_a_history_that_was_left_is_passed_over(tmp_path: Path) -> None:
-    """Where a peer copied the state of a lineage with fewer versions and more tokens."""
+    """Where a peer copied the state of a lineage with fewer versions and more tokens. `diloco export` does so, too."""
     run = PaperRun(tmp_path, "ab", record=False)
     a, b = run.peers["a"], run.peers["b"]
     run.round()
@@ -69,6 +71,8 @@ def test_a_checkpoint_of_a_history_that_was_left_is_passed_over(tmp_path: Path) 
     assert checkpoint is not None
     assert checkpoint.version == 1
     run.end()
+    about = export(a.directory, tmp_path / "exported") / ABOUT
+    assert json.loads(about.read_text())["version"] == 1
 
 
 def test_a_version_that_the_ledger_had_no_room_for_may_be_resumed(tmp_path: Path) -> None:

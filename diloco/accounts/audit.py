@@ -28,7 +28,7 @@ from diloco.base.errors import StateError
 from diloco.base.readable import readable_text
 from diloco.base.types import Commit, Counted, Member
 from diloco.protocol.leases import front
-from diloco.storage.checkpoint import load, saved_state
+from diloco.storage.checkpoint import CHECKPOINTS, load, saved_state
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def audit(directories: Sequence[Path]) -> Audit:
     A damaged ledger is a violation, and the others are checked without it. Raises UsageError and StateError when there
     is nothing that can be checked, PermissionError for checkpoints that may not be listed.
     """
-    folders = [folder / "checkpoints" for folder in peer_folders(directories)]
+    folders = [folder / CHECKPOINTS for folder in peer_folders(directories)]
     listed = [sorted(folder.iterdir()) if folder.is_dir() else [] for folder in folders]  # `glob` hides a refusal
     kept = [path for path in itertools.chain(*listed) if path.match("v*") and (path / "manifest.json").is_file()]
     # Only now the ledgers: a peer writes its ledger first, so that all checkpoints listed above must be in it.

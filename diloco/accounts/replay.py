@@ -36,7 +36,7 @@ from diloco.outer.fragments import Fragment, Layout, named_parameters, read_frag
 from diloco.outer.line import Weighing
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterOptimizer, OuterState
-from diloco.storage.checkpoint import Checkpoint, load, saved_state
+from diloco.storage.checkpoint import CHECKPOINTS, Checkpoint, load, saved_state
 
 
 class Verdict(StrEnum):
@@ -198,7 +198,7 @@ def replay(directories: Sequence[Path], data_root: Path, progress: Callable[[int
         raise UsageError("no contribution is recorded in these folders", "train with --set storage.record=true")
     contract = contract_from_json(json.dumps(books[0].lives[-1].opening["contract"]))
     checkpoints: list[tuple[Checkpoint, Commit | None]] = []
-    for path in itertools.chain(*(sorted((book.directory / "checkpoints").glob("v*")) for book in books)):
+    for path in itertools.chain(*(sorted((book.directory / CHECKPOINTS).glob("v*")) for book in books)):
         with suppress(StateError):  # `diloco audit` reports the damaged ones
             checkpoint = load(path)
             checkpoints.append((checkpoint, checkpoint.commit))

@@ -77,7 +77,7 @@ def export(
     from diloco.run.export import export as write_export
 
     raise_when_stopped()  # a folder half written is deleted
-    path = write_export(_checkpoints_of(checkpoint), output, _root(data_root, checkpoint))
+    path = write_export(checkpoint, output, _root(data_root, checkpoint))
     print(json.dumps({"exported": str(path)}) if as_json else f"exported to {path}")
 
 
@@ -92,7 +92,7 @@ def evaluate(
     """Held-out loss of a checkpoint's anchor."""
     from diloco.run.export import evaluate_checkpoint
 
-    result = evaluate_checkpoint(_checkpoints_of(checkpoint), _root(data_root, checkpoint), sequences, threads)
+    result = evaluate_checkpoint(checkpoint, _root(data_root, checkpoint), sequences, threads)
     if as_json:
         print(json.dumps(result))
     else:
@@ -107,7 +107,3 @@ def _root(given: Path | None, *folders: Path) -> Path:
     places = [place for folder in folders for place in (folder, *sorted(folder.glob("p*")))]
     remembered = (remembered_root(place) for place in places)
     return given or Path(next(filter(None, remembered), ""))
-
-
-def _checkpoints_of(path: Path) -> Path:
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path

@@ -31,7 +31,7 @@ from diloco.outer.optimizers import SteppedHere
 from diloco.outer.state import OuterState
 from diloco.peer.terms import lane_terms, lanes_of, open_line
 from diloco.round import Seconds, apply, measure
-from diloco.storage.checkpoint import Checkpoint, reopen
+from diloco.storage.checkpoint import CHECKPOINTS, Checkpoint, reopen
 from diloco.storage.saving import Contents, Saver, Written, line_slices, restore_line
 from diloco.transport.address import join_address, split_address
 from diloco.transport.endpoint import Runtime, reachable
@@ -100,7 +100,7 @@ class PeerRank:
     def lead(self, name: str, events: Events, directory: Path | None) -> None:
         """Make this rank 0 of the peer `name`. Events go to `events`, checkpoints to `directory`."""
         self.line.peer, self.events = name, events
-        self.folder = (directory or Path()) / "checkpoints"
+        self.folder = (directory or Path()) / CHECKPOINTS
 
     def do(self, decision: d.Decision, own: Any = None, seconds: Seconds | None = None) -> Life[None]:
         """On rank 0: have every rank of the peer do this, this one included. `own`: what only this rank holds of it."""

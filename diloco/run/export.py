@@ -28,7 +28,8 @@ from diloco.models import build_model, checked_vocab_size
 from diloco.models.hf import llama_config, to_llama
 from diloco.outer.fragments import Layout, named_parameters
 from diloco.outer.optimizers import open_outer
-from diloco.storage.checkpoint import Checkpoint, load, noted_shapes, outer_state
+from diloco.run.past import checkpoint_at
+from diloco.storage.checkpoint import Checkpoint, noted_shapes, outer_state
 from diloco.storage.disk import read_tensors, replacing, write_tensors
 
 WEIGHTS, CONFIG, ABOUT = "model.safetensors", "config.json", "diloco.json"
@@ -50,7 +51,7 @@ def export(checkpoint: Path, output: Path, data_root: Path = HERE) -> Path:
         names = {path.name for path in output.iterdir()} if output.is_dir() else {"a file"}
         if names and not (ABOUT in names and names <= {WEIGHTS, CONFIG, ABOUT}):
             raise UsageError(f"{output} exists and is not just an earlier export", "choose a new folder")
-    source = load(checkpoint)
+    source = checkpoint_at(checkpoint)
     anchor, digest = _anchor(source, data_root)
     trees = {ABOUT: _about(source, digest), CONFIG: _config(source, data_root)}
     with replacing(output, "export") as folder:
@@ -188,7 +189,7 @@ def _trained(path: Path, data_root: Path) -> tuple[Contract, dict[str, int], Map
         if not all(type(number) is int for number in numbers.values()):
             raise StateError(f"{about} lacks one of {', '.join(numbers)}", "export the checkpoint again")
         return contract_from_json(json.dumps(tree.get("contract"))), numbers, read_tensors(path / WEIGHTS)
-    source = load(path)
+    source = checkpoint_at(path)
     tensors = _exported(_anchor(source, data_root)[0], source.contract.model)
     numbers = {"version": source.version, "tokens": _tokens(source), "vocab_size": source.value("vocab_size", int)}
     return source.contract, numbers, tensors

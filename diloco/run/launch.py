@@ -24,7 +24,7 @@ from diloco.run.door import Entrance, asked_members, make_folder
 from diloco.run.options import CARD, PeerOptions, checked
 from diloco.run.past import checkpoint_at, checkpoints_in, past_of, peer_name
 from diloco.run.trainer import Trainer, device_of
-from diloco.storage.checkpoint import load
+from diloco.storage.checkpoint import CHECKPOINTS, load
 from diloco.transport.endpoint import Endpoint, listening
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ def chosen_directory(options: PeerOptions, site: Site, saved: Path | None = None
     if site.storage.directory is not None:
         return Path(site.storage.directory)
     places = (saved, saved.parent) if saved is not None else ()
-    return next((place.parent for place in places if place.name == "checkpoints"), None)
+    return next((place.parent for place in places if place.name == CHECKPOINTS), None)
 
 
 def event_card(directory: Path) -> Callable[[Stamped], None]:

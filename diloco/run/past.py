@@ -11,10 +11,7 @@ from pathlib import Path
 from diloco.accounts.ledger import LEDGER, left_off, read_ledger
 from diloco.base.errors import StateError
 from diloco.config.site import Site
-from diloco.storage.checkpoint import Checkpoint, latest, load, newest
-
-CHECKPOINTS = "checkpoints"
-"""Folder of a peer's checkpoints in its own."""
+from diloco.storage.checkpoint import CHECKPOINTS, Checkpoint, latest, load, newest
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ def checkpoint_at(path: Path) -> Checkpoint:
     found = past.checkpoint() if past is not None else load(checkpoints_in(path))
     if found is None:
         cause = f"no checkpoint in {path.absolute()} is of the run that its ledger ends with"
-        raise StateError(cause, "name the one that is meant, as in --resume FOLDER/checkpoints/v00000001")
+        raise StateError(cause, "name the one that is meant: FOLDER/checkpoints/v00000001")
     return found
 
 

@@ -49,6 +49,8 @@ from diloco.storage import disk
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
+"""Folder of a peer's checkpoints in its own."""
 FORMAT = 2
 MANIFEST = "manifest.json"
 
