@@ -348,6 +348,7 @@ class Peer:
         """Copy the state from the other members. When nobody gives it now, training goes on; the next round tries."""
         self.events.emit(Remark(f"{why}: copying the state"))
         yield from self.do(Rehash())  # a part that changed in memory is not one that is here already
+        self.exchange.lane.hold(self.line.state)  # as the other ranks do: all call it by one number
         try:
             yield from self.copy_state()
         except StateError as error:

@@ -141,6 +141,7 @@ class PeerRank:
                 self._hold()
             case d.Rehash():
                 rehash(line)
+                self._hold()
             case d.Drop():
                 drop(line)
             case d.Restore():

@@ -16,8 +16,10 @@ from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.transport.link import LinkRefused, untold
 
 if TYPE_CHECKING:
+    from diloco.base.types import Commit
     from diloco.exchange.engine import Exchange
     from diloco.exchange.outlets import Outlets
+    from diloco.outer.state import OuterState
     from diloco.simulate.virtual.process import SimulatedProcess
 
 AGAIN_S = 0.5
@@ -36,7 +38,7 @@ class SimulatedLane:
         """Streams that came too early, by address: when that was heard, and in which reduction."""
         self._tries: Counter[tuple[str, StreamHeader]] = Counter()
         admit, on_event, begins = exchange.admit, exchange.on_event, exchange._begin
-        lane, drop = exchange.lane, exchange.lane.drop
+        lane, drop, hold = exchange.lane, exchange.lane.drop, exchange.archive.hold
 
         async def on_admit(header: StreamHeader) -> m.Reply:
             self._check_work()
@@ -53,6 +55,11 @@ class SimulatedLane:
             begins(begin)
             self._check_contents(set())
 
+        def on_hold(state: OuterState, commit: Commit | None, number: int) -> None:
+            hold(state, commit, number)
+            if process.alive and len({lane.held for lane in process.lanes}) > 1:
+                raise Violation("I5", f"{process.name} holds version {state.version} under other numbers in its lanes")
+
         def on_drop() -> None:
             whole = [outlets for outlets in lane._outlets if len(outlets._ready) == len(outlets.parts)]
             drop()
@@ -60,6 +67,7 @@ class SimulatedLane:
 
         exchange.admit, exchange.on_event = on_admit, takes_event  # type: ignore[method-assign]
         exchange._begin, lane.drop = on_begin, on_drop  # type: ignore[method-assign]
+        exchange.archive.hold = on_hold  # type: ignore[method-assign]
         self._look_at_streams()
 
     def _look_at_streams(self) -> None:
