@@ -129,6 +129,8 @@ class LocalPeer:
         events = Events(None, name, [lambda stamped: self.told.append(to_json(stamped))])
         self.peer = Peer(name, rank, endpoint, events, self, directory=directory)  # type: ignore[arg-type]
         self.leaving = False
+        self.blocks = 0
+        """Leased blocks that it says it has read, in each inner step."""
         self.life = PeerLife(self.peer, lambda: self.leaving)
         self.address = address
         self.commits: list[Commit] = []
@@ -158,7 +160,7 @@ class LocalPeer:
         target = ramp * (1 + int(self.name[1:], 36) % 3)
         with torch.no_grad():
             self.model.weight.add_((target - self.model.weight) * 0.1)
-        self.life.trained(10, 0, 0.001, None)
+        self.life.trained(10, self.blocks, 0.001, None)
 
     def enter(self) -> None:
         assert drive(self.life.enter())

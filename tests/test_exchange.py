@@ -61,6 +61,13 @@ def test_one_peer_comes_first_before_the_first_version_and_after(world: LocalWor
         assert [peer.life.ready(0).first for peer in world.peers] == [True, False, False]
 
 
+def test_a_peer_that_reads_more_than_it_holds_is_counted_still(world: LocalWorld) -> None:
+    """As a loop of somebody's own does while rounds are skipped."""
+    world.peers[0].blocks = 10**6
+    world.rounds(world.peers, 3)
+    assert [["p0" in each for each in counted(peer)][-2:] for peer in world.peers] == [[True, True]] * 3
+
+
 def test_an_earlier_life_that_is_kept_in_the_view_is_not_this_one(world: LocalWorld) -> None:
     """Whoever comes back under its name enters with the version that names its new life, and not with one before."""
     world.rounds(world.peers, 1)

@@ -17,6 +17,7 @@ from diloco.observe.events import RoundSkipped
 from diloco.outer.line import Diverged
 from diloco.peer.peer import Peer
 from diloco.peer.schedule import OFFERED_AGAIN, Cadence, PeerStopwatch
+from diloco.protocol import leases
 from diloco.round import Seconds, run_round
 
 MEETING_S = 0.5
@@ -79,11 +80,14 @@ class PeerLife:
         self._leave_by_s = min(self._leave_by_s, monotonic_s() + self.site.timeouts.leave_s)
 
     def trained(self, tokens: int, blocks: int, seconds: float, loss: float | None) -> None:
-        """An inner step was done, of so many tokens in so much time."""
+        """An inner step was done, of so many tokens in so much time. Of its `blocks` of data as many count as it holds:
+        an offer of more would be refused, each time."""
         self.steps += 1
         self._round_steps += 1
         self._step_s = seconds
-        self.peer.journal.trained(tokens, blocks)
+        commit, line = self.peer.line.commit, self.peer.line
+        held = leases.count(commit.leases.held.get(self.peer.name, ())) if commit is not None else 0
+        self.peer.journal.trained(tokens, max(min(blocks, held - line.trained.blocks), 0))
         self._watch.step(self.contract.tokens_per_step, seconds)
 
     def ready(self, steps: int) -> Train:
