@@ -387,6 +387,23 @@ def test_a_ctrl_c_leaves_no_peer_behind(when: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow(queued=False)
+def test_a_run_whose_life_an_error_ended_says_so_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever catches it, as a Ctrl-C amid a merge, would train on alone, and leave without a word."""
+    tree = {"run": {"name": "broken", "total_tokens": 10**6}, "model": {"kind": "external"}, "inner": {"steps": 1}}
+    before = set(threading.enumerate())  # those of other tests
+    run = diloco.found(Contract.model_validate(tree), torch.nn.Linear(8, 8))
+    run.step(tokens=10)
+    monkeypatch.setattr(peer_of(run).exchange, "hold", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.step(tokens=10)
+    for call in (lambda: run.step(tokens=10), run.sync, run.leave):
+        with pytest.raises(UsageError, match="KeyboardInterrupt ended this peer's life"):
+            call()
+    assert not any(thread.name == "exchange" for thread in set(threading.enumerate()) - before)
+    run.leave()
+
+
+@pytest.mark.slow(queued=False)
 def test_a_loop_that_goes_on_when_the_run_is_over_and_leaves_twice(tmp_path: Path) -> None:
     tree = {"run": {"name": "over", "total_tokens": 20}, "model": {"kind": "external"}, "inner": {"steps": 1}}
     site = Site.model_validate({"storage": {"directory": str(tmp_path)}})

@@ -69,6 +69,8 @@ class Run:
         """End of the peer's life, on rank 0."""
         self._rank, self._leading = rank, leading
         self._seen = Train(0)
+        self._broken = ""
+        """Kind of the error that ended this peer's life, if one did."""
         self._meet_at = self._since = 0
         self._parting = self._closed = self._begun = False
         self._stepped_s = monotonic_s()
@@ -257,7 +259,7 @@ class Run:
         """The first meeting of the ranks: listen, get the state. Called by `diloco.run.door`."""
         if self._leading is not None:
             self._leading.chronicle.steps = self.steps
-            self._life = self._whole(self._leading)
+            self._life = self._unless_broken(self._whole(self._leading))
         yield from self._meet()
         self.address = self._rank.island.share(self._leading.life.peer.ticket if self._leading is not None else "")
 
@@ -265,6 +267,14 @@ class Run:
         """Record an event of whoever trains, where events are recorded: on rank 0."""
         if self._rank.events is not None:
             self._rank.events.emit(event)
+
+    def _unless_broken(self, life: Life[None]) -> Life[None]:
+        """A life that an error may end: whoever catches it, as a Ctrl-C amid a merge, must not train on alone."""
+        try:
+            yield from life
+        except BaseException as error:
+            self._broken = type(error).__name__
+            raise
 
     def _whole(self, leading: Leading) -> Life[None]:
         """The life of this peer in the run, on rank 0, from its entrance to its goodbye."""
@@ -324,7 +334,9 @@ class Run:
                 decided_s = monotonic_s()
                 island.decide(Idle())
             if monotonic_s() > deadline_s:
-                break
+                return None
+        if self._broken:
+            raise UsageError(f"{self._broken} ended this peer's life", "close it, and join again")
         return None
 
     def _on_event(self, event: Event) -> None:
