@@ -6,8 +6,9 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from diloco.config.site import Site
 from diloco.identity.keys import VARIABLE
 from diloco.observe.events import Remark, Stamped
 from diloco.protocol.streams import Welcome
+from diloco.run.door import asked_members
 from diloco.run.launch import fetch_contract
+from diloco.run.past import PastRun
+from diloco.run.run import Run
 from diloco.transport import endpoint as runtime
 from diloco.transport.endpoint import Endpoint, Runtime, StartingError, reachable
 from tests.local import NoDirectory
@@ -64,10 +68,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[str]:
     return found
 
 
-def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
-    served: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It listens before its directory is open, and before the ranks of its island are there."""
+@pytest.fixture
+def starting(served: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Future[Run]]:
+    """A founder that listens, and goes on only when somebody has knocked in vain: before its directory is open, and
+    before the ranks of its island are there."""
     may_go_on = threading.Event()
     hello = Runtime.hello
 
@@ -86,13 +90,30 @@ def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
     with ThreadPoolExecutor(1) as pool:
         founding = pool.submit(diloco.found, contract(), nn.Linear(4, 4))
         try:
-            joiner = diloco.join(served.get(timeout=DEADLINE_S), nn.Linear(4, 4))
+            yield founding
         finally:
             may_go_on.set()
-            founder = founding.result(DEADLINE_S)
-        assert joiner.digest == founder.digest
-        joiner.close()
-        founder.close()
+            founding.result(DEADLINE_S).close()
+
+
+def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
+    starting: Future[Run], served: queue.SimpleQueue[str]
+) -> None:
+    joiner = diloco.join(served.get(timeout=DEADLINE_S), nn.Linear(4, 4))
+    assert joiner.digest == starting.result(DEADLINE_S).digest
+    joiner.close()
+
+
+def test_a_member_of_the_run_to_resume_that_is_starting_is_there(
+    starting: Future[Run], served: queue.SimpleQueue[str]
+) -> None:
+    """Else whoever starts again a little later founds the run, too."""
+    others = (served.get(timeout=DEADLINE_S),)
+    past = PastRun(Path(), 0, 0.0, contract().digest, 0, others)
+    with closing(Endpoint(Site())) as endpoint:
+        agreed = asked_members(past, endpoint)
+    assert agreed is not None
+    assert agreed.digest == past.contract_digest
 
 
 def test_who_ends_without_a_goodbye_leaves_no_thread_and_no_open_loop(monkeypatch: pytest.MonkeyPatch) -> None:

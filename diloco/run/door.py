@@ -122,9 +122,9 @@ class OwnLoop:
 
 
 def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:
-    """The contract of a member of the run to resume that answers now: the run goes on, and is joined. None: nobody
-    answers, and it is founded anew."""
-    answering = [ticket for ticket in past.tickets if endpoint.runtime.answer_of(ticket.partition("/")[0]) is not None]
+    """The contract of a member of the run to resume that answers now, or is starting: the run goes on, and is joined.
+    None: nobody answers, and it is founded anew."""
+    answering = [ticket for ticket in past.tickets if endpoint.runtime.is_there(ticket.partition("/")[0])]
     for ticket in answering:
         try:
             return endpoint.fetch_contract(ticket)

@@ -92,6 +92,16 @@ class Runtime:
         except (UnreachableError, TicketError, IncompatibleError):
             return None
 
+    def is_there(self, address: str) -> bool:
+        """Whether a member of our protocol answers at a network `address`, be it that it is still starting."""
+        try:
+            self.hello(address)
+        except StartingError:
+            return True
+        except (UnreachableError, TicketError, IncompatibleError):
+            return False
+        return True
+
     def serve(self, service: Service, listen: str) -> str:
         """Start the gRPC server: `service` answers at `listen` (host:port, port 0: a free one). Returns the address.
 
