@@ -152,6 +152,18 @@ def test_who_copies_a_state_of_the_final_sync_is_done(fragments: int, late: bool
     assert ending.late == late
 
 
+def test_who_copies_a_state_of_a_history_that_lacks_tokens_trains_again() -> None:
+    """As where all died in the final sync, and the run was founded anew from an older checkpoint."""
+    ending = RunEnd(100, 4, True)
+    ending.on_commit(commit_of(20, 120), copied=True)
+    assert ending.done
+    ending.on_commit(commit_of(18, 90), copied=True)
+    assert (ending.finishing, ending.done, ending.late) == (False, False, False)
+    ending.on_commit(commit_of(19, 110, (Counted("p0", 18, 21.0, 21, 1),)))
+    assert ending.finishing
+    assert not ending.done
+
+
 def test_who_copies_the_state_that_has_the_tokens_takes_part_in_the_final_sync() -> None:
     ending = RunEnd(100, 3, True)
     ending.on_commit(commit_of(9, 120, (Counted("p0", 8, 21.0, 21, 1),)), copied=True)

@@ -101,6 +101,8 @@ class RunEnd:
     def on_commit(self, commit: Commit, copied: bool = False) -> None:
         """The peer has applied this commit."""
         self.version = commit.version
+        if commit.tokens < self.total_tokens:  # which never fall but where another history is copied
+            self.last_version, self.late = None, False
         if commit.tokens >= self.total_tokens and self.last_version is None:
             before = commit.tokens - sum(counted.tokens for counted in commit.counted)
             further = self.further_versions(commit)
