@@ -174,3 +174,34 @@ def test_an_optimizer_comes_back_with_its_moments_whatever_its_name(name: str, t
     there.load(load(tmp_path).groups["user"])
     for before, after in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(again.state[after]["exp_avg"], optimizer.state[before]["exp_avg"])
+
+
+def test_an_optimizer_comes_back_with_lists_of_tensors(tmp_path: Path) -> None:
+    def made() -> tuple[torch.optim.LBFGS, UserState]:
+        model = torch.nn.Linear(3, 1)
+        torch.nn.init.zeros_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            found = (model(torch.eye(3)) - torch.arange(3.0)[:, None]).pow(2).sum()
+            found.backward()  # type: ignore[no-untyped-call]
+            return found
+
+        for _ in range(2):
+            optimizer.step(loss)
+        return optimizer, UserState({"opt": optimizer}, dict(model.named_parameters()), 0)
+
+    optimizer, state = made()
+    (before,) = optimizer.state.values()
+    checkpoint.save(tmp_path, 1, {"user": state.slices()}, {}, 1)
+    expected = [one.clone() for one in before["old_dirs"]]
+    assert expected
+    again, there = made()
+    again.state.clear()
+    there.load(load(tmp_path).groups["user"])
+    (after,) = again.state.values()
+    assert after.keys() == before.keys()
+    assert all(map(torch.equal, after["old_dirs"], expected))
+    assert after["n_iter"] == before["n_iter"]

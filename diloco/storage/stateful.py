@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -51,7 +52,7 @@ class UserState:
         slices: list[Slice] = []
         for name, value in self._objects.items():
             if isinstance(value, torch.optim.Optimizer):
-                tree[name] = self._of_optimizer(name, value, slices)
+                tree[name] = self._of_optimizer(name, value, slices, tensors)
             else:
                 tree[name] = _flat(value.state_dict(), tensors, f"state[{name!r}]")
         text = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
@@ -73,10 +74,14 @@ class UserState:
                 if isinstance(value, torch.optim.Optimizer):
                     self._load_optimizer(name, value, tree[name], pieces)
                 else:
-                    value.load_state_dict(_whole(tree[name], lambda number: pieces[f"{self._rank}/{number}"].clone()))
+                    value.load_state_dict(_whole(tree[name], partial(self._own, pieces, "cpu")))
             except (KeyError, ValueError, RuntimeError, TypeError, IndexError) as error:
                 cause = f"state[{name!r}] does not take what the checkpoint has: {error!r}"
                 raise StateError(cause[:500], "resume with the same optimizer and objects") from error
+
+    def _own(self, pieces: Pieces, device: torch.device | str, number: int) -> Tensor:
+        """A tensor of this rank's user's objects from a checkpoint, by its number."""
+        return pieces[f"{self._rank}/{number}"].to(device, copy=True)
 
     def _names_of(self, name: str, group: Mapping[str, Any]) -> list[str]:
         """Names of the parameters in a user's optimizer's group, for a checkpoint. Raises UsageError."""
@@ -85,8 +90,11 @@ class UserState:
             raise UsageError(cause, "give the optimizer of this model's parameters")
         return [self._names[id(parameter)] for parameter in group["params"]]
 
-    def _of_optimizer(self, name: str, optimizer: torch.optim.Optimizer, slices: list[Slice]) -> Any:
-        """A user's optimizer for a checkpoint: JSON values by parameter, tensors in `slices`. Raises UsageError."""
+    def _of_optimizer(
+        self, name: str, optimizer: torch.optim.Optimizer, slices: list[Slice], tensors: list[Tensor]
+    ) -> Any:
+        """A user's optimizer for a checkpoint: JSON values by parameter, tensors in `slices`, and those of lists in
+        `tensors`, each rank's own. Raises UsageError."""
         groups, values = [], {}
         for group in optimizer.param_groups:
             members = self._names_of(name, group)
@@ -97,7 +105,7 @@ class UserState:
                     if isinstance(value, Tensor):
                         slices.append(held(f"{name}/{member}/{key}", value))
                     else:
-                        values[f"{member}/{key}"] = value
+                        values[f"{member}/{key}"] = _flat(value, tensors, f"state[{name!r}]")
         return {"groups": groups, "values": values}
 
     def _load_optimizer(self, name: str, optimizer: torch.optim.Optimizer, tree: Any, pieces: Pieces) -> None:
@@ -123,7 +131,9 @@ class UserState:
             optimizer.state[parameter][key] = value
         for entry, value in tree["values"].items():
             member, _, key = entry.rpartition("/")
-            optimizer.state[self._parameters[member]][key] = value
+            parameter = self._parameters[member]
+            own = partial(self._own, pieces, _device_of(parameter, key, optimizer))
+            optimizer.state[parameter][key] = _whole(value, own)
 
 
 def _device_of(parameter: Tensor, key: str, optimizer: torch.optim.Optimizer) -> torch.device:
@@ -144,7 +154,8 @@ def _flat(value: Any, tensors: list[Tensor], where: str) -> Any:
     if isinstance(value, JSON_TYPES):
         return value
     if isinstance(value, Tensor) and sharded(value):
-        raise UsageError(f"{where} holds a DTensor", "only of an optimizer can the shares of ranks be saved")
+        fix = "ranks can save their shares only of tensors that an optimizer holds, in no list"
+        raise UsageError(f"{where} holds a DTensor", fix)
     if isinstance(value, Tensor):
         tensors.append(value.detach())
         return {TENSOR: len(tensors) - 1}
