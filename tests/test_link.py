@@ -411,6 +411,18 @@ def test_chunks_of_the_state_are_fetched_in_the_order_asked(net):
     play(net, scenario)
 
 
+def test_bytes_of_a_chunk_of_the_state_are_told_as_they_come(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        address = await net.start(service)
+        told: list[int] = []
+        _ = [chunk async for chunk in net.link.fetch_state(address, "digest", [0], 4 * MIB, 1.0, told.append)]
+        assert sum(told) == len(service.state[0])
+        assert len(told) > 1 or isinstance(net, MemoryNet)
+
+    play(net, scenario)
+
+
 def test_chunks_of_the_state_that_are_gone_or_too_large_are_refused(net):
     async def scenario(net: Net) -> None:
         address = await net.start(Listener())

@@ -536,6 +536,32 @@ def test_a_copy_that_became_useless_meanwhile_is_not_taken(state: OuterState) ->
     asyncio.run(scenario())
 
 
+def test_a_state_that_is_here_already_and_useless_by_now_is_not_taken(state: OuterState) -> None:
+    """While a slow member has yet to answer, whoever asks may leave the lineage of those that did."""
+
+    async def scenario() -> None:
+        members, looked, ended = Members(Holder(state), Holder(state)), asyncio.Event(), False
+        slow = members.holders["member:1"]
+        offer_of = slow.on_state_offer
+
+        async def late(have: str) -> StateOffer:
+            nonlocal ended
+            await looked.wait()
+            ended = True
+            return await offer_of(have)
+
+        def useless(offer: StateOffer) -> str:
+            looked.set()
+            return "its state belongs to a lineage that ended" if ended else ""
+
+        slow.on_state_offer = late  # type: ignore[method-assign]
+        asked, how = lambda: list(members.holders), (state, LAYOUT, OPTIMIZER, 0.5)
+        with pytest.raises(StateError, match="none of 2 members"):
+            await download(members.network.link(0.5), asked, *how, useless=useless)
+
+    asyncio.run(scenario())
+
+
 # ---------------------------------------------------------------- keeping what others read
 
 

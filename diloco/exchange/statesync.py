@@ -69,8 +69,9 @@ async def download(
     takes, and those whose state is useless as often as silent ones. Each pass goes by the sources of its time.
 
     Chunks that `local` holds already are not copied; peers that start a run together, from one seed and on like
-    machines, have them all. `progress` is called with (bytes here, bytes in all). Ends by itself when nothing arrives;
-    a copy that crawls is for the caller to cancel. `elsewhere` is given the parts that `layout` does not hold here.
+    machines, have them all. `progress` is called with (bytes of whole chunks here, bytes in all) whenever bytes come.
+    Ends by itself when nothing arrives; a copy that crawls is for the caller to cancel. `elsewhere` is given the parts
+    that `layout` does not hold here.
     """
     local_digest = await asyncio.to_thread(lambda: local.digest)
     copy: _StateCopy | None = None
@@ -134,8 +135,9 @@ async def _best_offer(
             return None
 
     answers = await asyncio.gather(*(ask(address) for address in sources))
-    found = {address: answer for address, answer in zip(sources, answers, strict=True) if answer is not None}
-    if not found and lost:
+    heard = {address: answer for address, answer in zip(sources, answers, strict=True) if answer is not None}
+    found = {address: answer for address, answer in heard.items() if not useless(answer[0])}  # the last took its time
+    if not found and (lost or heard):
         return None, coming
     if not found:
         raise _nothing_fits(len(sources))
@@ -226,7 +228,7 @@ class _StateCopy:
             missing = set(batch)
             try:
                 most = max(self._size(self._manifest[index]) for index in batch)
-                stream = self._link.fetch_state(address, self._digest, batch, most, self._stall_s)
+                stream = self._link.fetch_state(address, self._digest, batch, most, self._stall_s, self._came)
                 async for index, pieces in stream:
                     if index in missing and await self._keep(index, pieces):
                         missing.remove(index)
@@ -235,6 +237,10 @@ class _StateCopy:
             if missing:
                 self._wanted += sorted(missing, reverse=True)
                 return
+
+    def _came(self, _: int) -> None:
+        """Bytes of a chunk of the state came: a whole one takes long where many members share one link."""
+        self._progress(self.here_bytes, self.total_bytes)
 
     def _stripe(self, holders: int) -> list[int]:
         """Chunks of the state to copy next from one of so many members."""

@@ -147,7 +147,13 @@ class _MemoryLink(Link):
         return await self._ask(address, timeout_s, lambda service: service.on_state_offer(have))
 
     async def fetch_state(
-        self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
+        self,
+        address: str,
+        digest: str,
+        chunks: Sequence[int],
+        max_chunk_bytes: int,
+        stall_s: float,
+        came: Callable[[int], None] = untold,
     ) -> AsyncIterator[tuple[int, Sequence[bytes]]]:
         for index in chunks:
             payload = await self._ask(address, stall_s, _state_chunk(digest, index))
@@ -155,6 +161,7 @@ class _MemoryLink(Link):
                 raise LinkRefused(Reply.STALE, f"{address}: chunk {index} of that state is not here")
             _check_sizes([payload], max_chunk_bytes)
             await self._ask(address, stall_s, _state_bytes(digest, len(payload)))
+            came(len(payload))
             yield index, [payload]
 
     async def status(self, address: str, timeout_s: float) -> str:

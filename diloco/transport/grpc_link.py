@@ -166,14 +166,22 @@ class GrpcLink(Link):
         return parsed(convert.state_offer_from_wire, answer)
 
     async def fetch_state(
-        self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
+        self,
+        address: str,
+        digest: str,
+        chunks: Sequence[int],
+        max_chunk_bytes: int,
+        stall_s: float,
+        came: Callable[[int], None] = untold,
     ) -> AsyncIterator[tuple[int, Sequence[bytes]]]:
         request = parts_pb2.FetchStateRequest(digest=digest, chunks=chunks)
         assembler = PartAssembler(max_chunk_bytes)
         wanted = iter(chunks)
         async with self._replies(address, lambda peer: peer.FetchState(request), stall_s) as replies:
             async for reply in replies:
-                for index, pieces in parsed(assembler.pieces, reply.chunks):
+                before, whole = assembler.taken_bytes, parsed(assembler.pieces, reply.chunks)
+                came(assembler.taken_bytes - before)
+                for index, pieces in whole:
                     if index != next(wanted, None):
                         raise LinkRefused(Reply.MALFORMED, f"chunk {index} of the state is not the next one")
                     yield index, pieces

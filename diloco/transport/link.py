@@ -35,7 +35,7 @@ class LinkRefused(Exception):
 
 
 def untold(size_bytes: int) -> None:
-    """Takes the bytes that the receiver of a stream of parts took, where nobody asks."""
+    """Takes the number of bytes that moved in a stream, where nobody asks."""
 
 
 class Link(Protocol):
@@ -79,9 +79,18 @@ class Link(Protocol):
         needed."""
 
     def fetch_state(
-        self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
+        self,
+        address: str,
+        digest: str,
+        chunks: Sequence[int],
+        max_chunk_bytes: int,
+        stall_s: float,
+        came: Callable[[int], None] = untold,
     ) -> AsyncIterator[tuple[int, Sequence[bytes]]]:
-        """Fetch chunks of a state from the peer at a network address, as (number, bytes in pieces), in any order."""
+        """Fetch chunks of a state from the peer at a network address, as (number, bytes in pieces), in any order.
+
+        `came`: called with the number of bytes whenever more have come, whether or not they complete a chunk.
+        """
 
     async def status(self, address: str, timeout_s: float) -> str:
         """Fetch the status of the peer at a network address, as JSON."""

@@ -416,7 +416,13 @@ class SimulatedLink(Link):
         return await self._ask(address, timeout_s, lambda service: service.on_state_offer(have))
 
     async def fetch_state(
-        self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
+        self,
+        address: str,
+        digest: str,
+        chunks: Sequence[int],
+        max_chunk_bytes: int,
+        stall_s: float,
+        came: Callable[[int], None] = untold,
     ) -> AsyncIterator[tuple[int, Sequence[bytes]]]:
         self._network.world.log_once(self._process.name, f"copies the state from {name_at(address)}")
         for index in chunks:
@@ -425,6 +431,7 @@ class SimulatedLink(Link):
                 raise LinkRefused(Reply.STALE, f"{address}: chunk {index} of that state is not here")
             payload = await arrives(self._network, self._process.name, address, payload, stall_s)
             check_sizes([payload], max_chunk_bytes)
+            came(len(payload))
             yield index, [payload]
 
     async def status(self, address: str, timeout_s: float) -> str:

@@ -13,7 +13,7 @@ from diloco.base.errors import StateError
 from diloco.base.types import Commit
 from diloco.protocol.messages import Fork, Reply
 from diloco.simulate.virtual.oracle.gate import Violation
-from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
+from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, untold
 
 if TYPE_CHECKING:
     from diloco.exchange.engine import Exchange
@@ -120,14 +120,19 @@ class SimulatedCopies:
                 self._asking -= 1
 
         async def on_chunks(
-            address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
+            address: str,
+            digest: str,
+            chunks: Sequence[int],
+            max_chunk_bytes: int,
+            stall_s: float,
+            came: Callable[[int], None] = untold,
         ) -> AsyncIterator[tuple[int, Sequence[bytes]]]:
             if address in self._left_out:
                 raise Violation("I7", f"{self._process.name} asks {address} for more of a state, which failed")
             self._goes_on, self._coming = True, False
             self._left_out.add(address)
             whole = True
-            async for index, pieces in fetch_state(address, digest, chunks, max_chunk_bytes, stall_s):
+            async for index, pieces in fetch_state(address, digest, chunks, max_chunk_bytes, stall_s, came):
                 before = self._chunks
                 yield index, pieces
                 whole = whole and self._chunks > before
