@@ -67,9 +67,9 @@ class SimulatedSaving:
 
     def _write(self) -> None:
         work, self._work = self._work, None
-        if work is None:
-            return
         process, disk = self._process, self._process.disk
+        if work is None or not process.alive:  # what the dead let go of reaches no disk
+            return
         if self._leads:
             disk.last_syncs = process.syncs_to_death
         try:

@@ -487,5 +487,7 @@ class SimulatedConduct:
             if peer != me and host.now - max(said_s, life.owes[1]) > HEARTBEAT_S + SLACK_S:
                 raise Violation("I7", f"{host.name} does not say {kind.__name__} again to {peer}")
         asks = tally is not None and tally.proposal is not None and not self.world.network.uplinks.limited
-        if asks and host.now - life.proposal[2] > 6 * STALL_S:  # bytes of a next life may have moved for half of it
+        moved_s = contributor.reduction.times.moved_at_s if contributor.reduction is not None else 0.0
+        # Bytes of a next life may have moved for half of it, and just now, when this peer's clock jumped.
+        if asks and host.now - max(life.proposal[2], moved_s) > 6 * STALL_S:
             raise Violation("I7", f"{host.name} does not give up a proposal that nobody accepts")

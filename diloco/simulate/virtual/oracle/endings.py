@@ -132,6 +132,8 @@ class SimulatedEndings:
         if self._disturbed(process.name, since_s) or self._jumped(process, join_s):
             return True
         others = [one for one in self.world.machines.processes() if one is not process and one.up and not one.witness]
+        followed = process.machine.lineage if process.up else ""
+        others = [one for one in others if not followed or one.machine.lineage == followed]
         having = [one for one in others if self._beginnings[one.life].at_s < since_s and not _wants_state(one)]
         givers = [one for one in having if one.alive]
         if givers:

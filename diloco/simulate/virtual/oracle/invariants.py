@@ -119,7 +119,6 @@ class SimulationInvariants:
         """Check a version that a simulated peer closed."""
         commit = closed.commit
         digest = commit.digest
-        self._stands_on[host.life] = commit
         self._closed_by.setdefault(host.life, set()).add(digest)
         place = commit.lineage, commit.version
         known = self._digest_of.setdefault(place, digest)
@@ -370,6 +369,8 @@ class SimulationInvariants:
     def on_machine(self, host: SimulatedProcess) -> None:
         """Check a simulated peer after an event: it may not wait in a round for longer than was promised."""
         self.ballots.on_machine(host)
+        if host.machine.commit is not None:
+            self._stands_on[host.life] = host.machine.commit  # which it closed, or copied
         since_s, patience_s = host.waiting_since_s, PATIENCE_S + 1.0
         if host.leaving and host.progress is not None:
             host.steps.waits()

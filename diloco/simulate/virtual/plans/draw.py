@@ -135,7 +135,7 @@ def _as_it_is(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 def _comes_late(dice: Random, plan: FaultPlan, size: Size) -> FaultPlan:
     """A plan whose situation comes when the run has gone on for a while, through faults that are over by then."""
-    if plan.longest_exchange_s > MAX_EXCHANGE_S:
+    if plan.longest_exchange_s > min(MAX_EXCHANGE_S, plan.round_s):  # who is left alone then is never caught up with
         return plan
     names = [f"p{index}" for index in range(plan.peers)]
     round_s = plan.round_s + EXCHANGE_S
@@ -241,8 +241,9 @@ def _under_load(dice: Random, plan: FaultPlan) -> FaultPlan:
     plan = replace(plan, checkpoint_every=dice.choice(CHECKPOINTS_EVERY))
     if dice.random() < BACKLOG_SHARE:
         backlog = dice.choice(BACKLOGS)  # over slow links a state is copied for as long as the usual ones last
-        kept = math.ceil(MIN_KEPT_S / plan.round_s)  # a joiner hears of a version with the next heartbeat
-        slow = plan.round_s >= SLOW_ROUND_S or SLOW_LINKS_MBIT[-1] in plan.bandwidth.split("+")
+        # A joiner hears of a version with the next heartbeat; it asks for a state, chunks and commits.
+        kept = math.ceil((MIN_KEPT_S + 8 * plan.delay_s) / plan.round_s)
+        slow = plan.round_s >= SLOW_ROUND_S or plan.longest_exchange_s > 0.0
         plan = replace(plan, backlog=max(backlog, plan.backlog if slow else kept))
     if dice.random() >= BUSY_SHARE:
         return plan
