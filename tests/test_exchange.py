@@ -22,7 +22,7 @@ from diloco.exchange.service import ExchangeService
 from diloco.outer.state import OuterState
 from diloco.peer.peer import in_time
 from diloco.protocol import coordinator
-from diloco.protocol.messages import FetchMean, Offered, Reply, Resync
+from diloco.protocol.messages import ContributionArrived, FetchMean, Offered, Reply, Resync
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.transport.link import LinkDown, LinkRefused
 from tests.fronts import drive
@@ -52,6 +52,19 @@ def agree(peers: list[LocalPeer]) -> None:
     versions = {version for peer in peers for version in peer.states}
     for version in versions:
         assert len({peer.states[version] for peer in peers if version in peer.states}) == 1
+
+
+def test_an_error_in_what_a_lane_tells_ends_the_exchange(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane tells it within a call of another peer, to which gRPC would give it."""
+    exchange = world.peers[0].peer.exchange
+
+    def breaks(event: object, now: float) -> None:
+        raise ArithmeticError("half done")
+
+    monkeypatch.setattr(exchange.machine, "handle", breaks)
+    world.ask(lambda: exchange.on_event(ContributionArrived(1, 0, "b", 0)))
+    with pytest.raises(ArithmeticError, match="half done"):
+        exchange.raise_failure()
 
 
 def test_one_peer_comes_first_before_the_first_version_and_after(world: LocalWorld) -> None:

@@ -20,6 +20,7 @@ from diloco.base.errors import Interrupted, TicketError, UnreachableError, Usage
 from diloco.base.types import Member
 from diloco.config.contract import Contract
 from diloco.config.site import Site
+from diloco.exchange.service import ExchangeService
 from diloco.identity.keys import VARIABLE
 from diloco.observe.events import Remark, Stamped
 from diloco.protocol.streams import Welcome
@@ -29,6 +30,7 @@ from diloco.run.past import PastRun
 from diloco.run.run import Run
 from diloco.transport import endpoint as runtime
 from diloco.transport.endpoint import Endpoint, Runtime, StartingError, reachable
+from diloco.transport.link import LinkRefused
 from tests.local import NoDirectory
 from tests.peers import DEADLINE_S
 
@@ -114,6 +116,32 @@ def test_a_member_of_the_run_to_resume_that_is_starting_is_there(
         agreed = asked_members(past, endpoint)
     assert agreed is not None
     assert agreed.digest == past.contract_digest
+
+
+def test_a_member_that_is_starting_is_waited_for_though_another_run_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several addresses one may be of another run by now: that says nothing of the others."""
+    asked: list[str] = []
+
+    def hello(_: Runtime, address: str) -> Welcome:
+        asked.append(address)
+        if asked == ["a:1", "b:1"]:
+            raise StartingError("b:1 is still starting", "try again")
+        trained = contract("other") if address == "a:1" else contract()
+        return Welcome(trained.to_json().encode(), "lineage", 0, True, (), (), "layout", "data")
+
+    monkeypatch.setattr(Runtime, "hello", hello)
+    with closing(Endpoint(Site())) as endpoint:
+        assert endpoint.fetch_contract(f"a:1/{contract().digest[:12]},b:1") == contract()
+    assert asked == ["a:1", "b:1", "a:1", "b:1"]
+
+
+def test_who_has_said_goodbye_welcomes_nobody() -> None:
+    """Its process lives on while it evaluates and saves: who joined through it would wait for ever."""
+    run = diloco.found(contract(), nn.Linear(4, 4))
+    run.leave()
+    exchange = run._leading.life.peer.exchange
+    with pytest.raises(LinkRefused, match="has left the run"):
+        ExchangeService(exchange).on_hello()
 
 
 def test_who_ends_without_a_goodbye_leaves_no_thread_and_no_open_loop(monkeypatch: pytest.MonkeyPatch) -> None:

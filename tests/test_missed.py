@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -134,3 +135,19 @@ def test_versions_that_close_while_fetched_ones_are_hashed_come_once_and_in_orde
     assert [commit.version for commit in sleeper.commits] == [0, 1, 2, 3, 4]
     assert sleeper.digest == world.peers[0].digest
     assert kept == [1, 2, 3]
+
+
+def test_another_member_is_asked_where_the_first_has_just_joined(world: LocalWorld) -> None:
+    """Its backlog begins with what closed since: that says nothing of what the others keep."""
+    world.rounds(world.peers, 1)
+    awake, sleeper = world.peers[:2], world.peers[2]
+    exchange, newcomer = sleeper.peer.exchange, awake[0].peer.exchange
+    world.call(lambda: setattr(exchange.machine._chain, "_catching_up_until", math.inf))  # until it has heard both
+    left_behind(world, 2)
+    world.call(newcomer.archive.backlog.clear)
+    names = [peer.peer.name for peer in awake]
+    beats = lambda: [exchange.machine.roster.heartbeat(name) for name in names]  # noqa: E731
+    until(lambda: all(beat is not None and beat.version == 3 for beat in beats()), "it has heard both", 20.0)
+    world.run(exchange._catch_up(newcomer.me))
+    assert exchange.version == 3
+    assert not exchange.behind

@@ -24,6 +24,7 @@ from diloco.outer.merge import mix, open_merge
 from diloco.outer.optimizers import open_outer
 from diloco.outer.pseudograd import left_over, with_residual
 from diloco.outer.state import OuterState
+from diloco.peer import terms
 from diloco.peer.schedule import MIN_SHARE, Cadence, PeerStopwatch, RunEnd
 from diloco.peer.terms import open_line
 from diloco.protocol.view import in_turn
@@ -162,6 +163,24 @@ def test_who_copies_a_state_of_a_history_that_lacks_tokens_trains_again() -> Non
     ending.on_commit(commit_of(19, 110, (Counted("p0", 18, 21.0, 21, 1),)))
     assert ending.finishing
     assert not ending.done
+
+
+def test_a_state_of_more_parts_than_can_be_copied_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could ever join: all were told that no member offers a state that fits."""
+    monkeypatch.setattr(terms, "MAX_CHUNKS", 3)
+    sections = {"model": {"kind": "external"}, "sync": {"part_elements": 1024}}
+    with pytest.raises(ConfigError, match="nobody could ever join"):
+        open_line("a", contract(**sections), Weights.of(torch.nn.Linear(64, 64)))
+
+
+@pytest.mark.parametrize("before", [7, -1])
+def test_a_witness_that_missed_the_version_with_the_tokens_is_done(before: int) -> None:
+    """It can't know where the final sync ends, and so waited for versions that nobody makes."""
+    ending = RunEnd(100, 3, True)
+    if before >= 0:
+        ending.on_commit(commit_of(before, 90))
+    ending.on_commit(commit_of(9, 120))
+    assert ending.done
 
 
 def test_who_copies_the_state_that_has_the_tokens_takes_part_in_the_final_sync() -> None:

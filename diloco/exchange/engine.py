@@ -418,7 +418,7 @@ class Exchange(ExchangeTasks):
             if self.lane.key != key or owners.get(event.part) != owner:
                 return
             self._contents[event.part] = content
-        self._feed(event)
+        self._guarded(self._feed, event)  # a lane calls it within a call of gRPC, which would keep an error to itself
 
     def on_moved(self, size_bytes: int) -> None:
         """Bytes moved in a lane: the next tick says so."""

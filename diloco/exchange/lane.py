@@ -462,4 +462,10 @@ class Lane(ExchangeTasks):
             check(part, mean)
             return content_hash(mean)
 
-        return await self._loop.run_in_executor(self._stepper, checked)
+        try:
+            return await self._loop.run_in_executor(self._stepper, checked)
+        except PayloadError:
+            raise
+        except Exception as error:  # gRPC would keep it to itself
+            self.failed(error)
+            raise

@@ -25,6 +25,9 @@ MAX_ASKED_AT_ONCE = 2
 """Members asked for one mean, or for missed commits. Over a slow link these take many stall times; were one more asked
 after each, no answer would come to its end. With one alone, a member that sends drop by drop could stop this peer."""
 
+MAX_TOO_FAR = 3
+"""Members without the next commit after which this peer is too far behind: each costs a call, and all keep as many."""
+
 
 class Fetcher:
     """Fetches missed commits and means from members' backlogs, checks them, feeds the machine. On the loop's thread."""
@@ -68,8 +71,21 @@ class Fetcher:
                 return
 
     async def commits(self, source: Member) -> bool:
-        """Fetch missed commits with their means from a member's backlog. False: it keeps no next one, so that only a
-        copy of the state helps."""
+        """Fetch missed commits with their means from a member's backlog, or from those of others where it keeps no next
+        one, as it may have joined a moment ago. False: only a copy of the state helps."""
+        for member in (source, *self._ahead_but(source)):
+            if await self._commits(member):
+                return True
+        return False
+
+    def _ahead_but(self, source: Member) -> list[Member]:
+        """A few other live trainers that have reported later versions than this peer's."""
+        roster, since = self._machine.roster, self._since()
+        beats = {one: roster.heartbeat(one.peer) for one in self._machine.alive() if not one.witness and one != source}
+        return [one for one, beat in beats.items() if beat is not None and beat.version > since][: MAX_TOO_FAR - 1]
+
+    async def _commits(self, source: Member) -> bool:
+        """Fetch missed commits from one member's backlog. False: it keeps no next one."""
         since, stall_s = self._since(), self._terms.timing.stall_s
         try:
             with self._asking("commits", source):

@@ -44,6 +44,8 @@ class ExchangeService(Service):
         machine, terms = self.exchange.machine, self._terms
         if not machine.me.address:
             raise LinkRefused(Reply.TOO_EARLY, "still starting")
+        if machine.gone:  # its process may live on for a while, to evaluate and to save
+            raise LinkRefused(Reply.STALE, "has left the run")
         state = self._archive.state
         # A joiner asks them all for the state: who has no view yet, or has left its lineage, may have none for long.
         others = self.exchange.others if machine.commit is not None else self.exchange.givers()

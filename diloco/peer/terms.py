@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 
-from diloco.base.errors import IncompatibleError
+from diloco.base.errors import ConfigError, IncompatibleError
 from diloco.base.ranks import Alone
 from diloco.base.types import Member
 from diloco.compress import open_codecs
@@ -19,8 +19,8 @@ from diloco.outer.fragments import Layout, Weights
 from diloco.outer.line import Line, Weighing
 from diloco.outer.merge import open_merge
 from diloco.outer.optimizers import open_outer
-from diloco.outer.state import OuterState
-from diloco.protocol.streams import Welcome
+from diloco.outer.state import OuterState, places
+from diloco.protocol.streams import MAX_CHUNKS, Welcome
 from diloco.protocol.view import Policy, Rules, Timing
 from diloco.transport.pace import SERVE_BPS_PER_CORE
 
@@ -43,6 +43,10 @@ def open_line(
     """The line of a peer before the first version: on a rank of an island, its part. Raises ConfigError."""
     layout = Layout.agreed(weights.shapes, contract).on_lane(island.rank if island is not None else 0, lanes)
     optimizer = open_outer(contract.outer)
+    chunks = len(places(layout, optimizer))
+    if chunks > MAX_CHUNKS:
+        cause = f"a state of {chunks:,} parts can't be copied, at most one of {MAX_CHUNKS:,}: nobody could ever join"
+        raise ConfigError(cause, f"raise sync.part_elements, which is {contract.sync.part_elements:,}")
     anchor = [weights.read(fragment) for fragment in layout.fragments]
     return Line(
         name,

@@ -314,10 +314,11 @@ class Coordinator:
         """
         membership, stall_s, attempt = self.membership, self._timing.stall_s, self.acceptor.attempt
         waited_s = self._post.now - tally.proposed_at_s
-        lost = not self.contributor.holds(commit.mean_digest)
+        living = {member.peer for member in membership.trainers_alive()}
+        lost = not self.contributor.holds(commit.mean_digest) and not living & tally.accepts.keys()
         evicted = membership.electorate.evicted
         trainers = {member.peer for member in self.chain.view if not member.witness}
-        away = trainers - {member.peer for member in membership.trainers_alive()} - evicted
+        away = trainers - living - evicted
         if evicted and lost and not away and waited_s > 2 * stall_s:
             self._post.note("the mean that was accepted before died with an evicted peer")
             # Members that voted for it voted for nothing else, and are to be asked for the next proposal.

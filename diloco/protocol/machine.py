@@ -229,6 +229,11 @@ class Machine:
         return self._membership.in_view
 
     @property
+    def gone(self) -> bool:
+        """Whether this peer has said goodbye."""
+        return self._membership.gone
+
+    @property
     def lineage(self) -> str:
         """Name of the lineage that this peer follows."""
         return self._lineage.name

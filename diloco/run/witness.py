@@ -96,7 +96,7 @@ def _vote(exchange: Exchange, end: RunEnd, events: Events, site: Site, stop: Cal
         yield Wait(exchange.closes(), POLL_S)
         for closed in exchange.closed():  # the exchange itself has voted; here it is recorded
             commit = closed.commit
-            end.on_commit(commit, copied=version < 0)
+            end.on_commit(commit)
             version, tokens = commit.version, commit.tokens
             exchange.report(Progress(phase=Phase.WITNESS, version=version))
             names = tuple(counted.peer for counted in commit.counted)

@@ -38,7 +38,7 @@ from diloco.outer.line import Line, UncommittedProgress, adopt
 from diloco.outer.merge import Eager
 from diloco.outer.state import OuterState
 from diloco.storage.checkpoint import Checkpoint, flat_buffers, flat_slices, outer_state, read_together, save, save_part
-from diloco.storage.disk import JsonValue
+from diloco.storage.disk import JsonValue, writing
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,9 @@ class Saver:
 
         def write() -> Written:
             path = save(directory, version, mine, meta, keep, self._aside)
-            return Written(path, sum(file.stat().st_size for file in path.iterdir()), monotonic_s())
+            with writing("checkpoint", path):  # somebody may have moved it already
+                size_bytes = sum(file.stat().st_size for file in path.iterdir())
+            return Written(path, size_bytes, monotonic_s())
 
         return self._begin(write)
 

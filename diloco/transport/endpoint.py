@@ -81,6 +81,8 @@ class Runtime:
         except LinkRefused as error:
             if error.reply is Reply.TOO_EARLY:
                 raise StartingError(f"{address} is still starting", "try again, or through another member") from error
+            if error.reply is Reply.STALE:
+                raise UnreachableError(f"{address} {error.detail}", "join through another member") from error
             raise IncompatibleError(f"{address} refuses to talk: {error}", "use the same diloco release") from error
         except (LinkDown, LinkSlow) as error:
             raise unanswered(address, error) from error
@@ -168,9 +170,10 @@ class Endpoint:
                     silent.append(error)
                 except DilocoError as error:
                     others.append(error)
-            if others:
+            starting = any(isinstance(error, StartingError) for error in silent)
+            if others and not starting:
                 raise others[0]
-            patience_s = STARTING_S if any(isinstance(error, StartingError) for error in silent) else JOIN_PATIENCE_S
+            patience_s = STARTING_S if starting else JOIN_PATIENCE_S
             why = "; ".join(error.cause for error in silent)
             if not wanted():
                 raise Interrupted(f"stopped before anybody answered: {why}")

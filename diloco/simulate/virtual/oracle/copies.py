@@ -44,6 +44,8 @@ class SimulatedCopies:
         """When the copy began, or its latest chunk came, by the peer's own clock."""
         self._chunks = 0
         """So many were kept."""
+        self._telling = False
+        """Bytes came, and no chunk was kept."""
         self._here_bytes, self._fetched, self._total = math.inf, 0.0, 0
         """Bytes of the copy that are here, came in all, and are to come."""
         self._asking = 0
@@ -65,11 +67,13 @@ class SimulatedCopies:
             sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
         ) -> tuple[OuterState, StateOffer, tuple[Fork, ...]]:
             def on_progress(here: int, total: int) -> None:
+                progress(here, total)
+                if self._telling:
+                    return
                 self._came_s = process.now
                 self._chunks += 1
                 self._fetched += max(here - self._here_bytes, 0.0)
                 self._here_bytes, self._total = here, total
-                progress(here, total)
 
             began_s, self._came_s, self._goes_on = process.world.now, process.now, False
             self._here_bytes, self._fetched = math.inf, 0.0
@@ -133,7 +137,13 @@ class SimulatedCopies:
             self._goes_on, self._coming = True, False
             self._left_out.add(address)
             whole = True
-            async for index, pieces in fetch_state(address, digest, chunks, max_chunk_bytes, stall_s, came):
+
+            def told(size_bytes: int) -> None:
+                self._telling = True
+                came(size_bytes)
+                self._telling = False
+
+            async for index, pieces in fetch_state(address, digest, chunks, max_chunk_bytes, stall_s, told):
                 before = self._chunks
                 yield index, pieces
                 whole = whole and self._chunks > before
