@@ -6,15 +6,18 @@ or one from each contributor where the codec gathers them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from diloco.base.clock import monotonic_s
 from diloco.base.hashing import content_hash
 from diloco.base.types import Closed, Contribution, Member
 from diloco.compress import Codec, PayloadError, bundle
+from diloco.exchange.sending import STREAM_PAUSE_S
 from diloco.outer.average import BadTerm, check_mean, fold, max_mean_bytes
 from diloco.outer.fragments import Fragment
 from diloco.outer.optimizers import Stepping
@@ -104,6 +107,8 @@ class LanePayloads:
         self._payloads: dict[int, dict[str, bytes]] = {}
         self._own: Sequence[bytes] = ()
         self._damaged: Counter[str] = Counter()
+        self._damaged_s: dict[str, float] = {}
+        """When damage was counted last."""
         self._contributors = [counted.peer for counted in begin.contributors]
         self._assign(begin.spans)
 
@@ -207,8 +212,12 @@ class LanePayloads:
         return True
 
     def damaged(self, sender: str) -> int:
-        """Count a stream of this peer to the lane that was damaged on the way. Returns how many were, so far."""
-        self._damaged[sender] += 1
+        """Count damage on the way to the lane of this peer's streams. Returns how often there was some: a connection
+        that breaks damages all of its streams at once."""
+        now_s = monotonic_s()
+        if now_s - self._damaged_s.get(sender, -math.inf) > STREAM_PAUSE_S / 2:  # sooner than it could send again
+            self._damaged[sender] += 1
+            self._damaged_s[sender] = now_s
         return self._damaged[sender]
 
     def named(self, places: Sequence[int]) -> tuple[str, ...]:

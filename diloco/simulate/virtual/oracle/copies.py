@@ -138,12 +138,12 @@ class SimulatedCopies:
             self._left_out.add(address)
             whole = True
 
-            def told(size_bytes: int) -> None:
+            def counted(size_bytes: int) -> None:
                 self._telling = True
                 came(size_bytes)
                 self._telling = False
 
-            async for index, pieces in fetch_state(address, digest, chunks, max_chunk_bytes, stall_s, told):
+            async for index, pieces in fetch_state(address, digest, chunks, max_chunk_bytes, stall_s, counted):
                 before = self._chunks
                 yield index, pieces
                 whole = whole and self._chunks > before
