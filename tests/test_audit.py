@@ -242,6 +242,18 @@ def test_a_checkpoint_of_an_unknown_commit_is_i5(run: PaperRun) -> None:
     assert "which is in no ledger" in audit([run.root]).violations[0].text
 
 
+def test_a_checkpoint_of_a_version_that_found_no_room_in_the_ledger_is_a_note(run: PaperRun) -> None:
+    path = run.root / "b" / LEDGER
+    records = read_ledger(path).records
+    gap = Record(len(records), "gap", {"dropped": 1, "tokens": records[-1].fields["tokens"]})
+    path.write_bytes(path.read_bytes() + encode(gap))
+    run.peers["b"].line.commit = replace(run.commits[-1], tokens=1)
+    run.peers["b"].save()
+    result = audit([run.root])
+    assert result.clean, result.violations
+    assert any("which is in no ledger" in note.text for note in result.notes)
+
+
 def test_a_damaged_checkpoint_is_i5(run: PaperRun) -> None:
     path = run.peers["a"].directory / "checkpoints" / "v00000003" / "outer.safetensors"
     path.write_bytes(path.read_bytes()[:-1])

@@ -95,7 +95,8 @@ def audit(directories: Sequence[Path]) -> Audit:
     result = examine(books, chain)
     result.violations += [Finding("ledger", path.name, -1, 0, error.cause) for path, error in damaged.items()]
     result.checkpoints = len(kept)
-    _audit_checkpoints(kept, chain, result)
+    gaps = any(life.of("gap") for book in books for life in book.lives)
+    _audit_checkpoints(kept, chain, gaps, result)
     return result
 
 
@@ -263,11 +264,11 @@ def _missing(chain: ChainRecord) -> Iterator[Finding]:
             yield Finding("I5", "", commit.version, 0, text)
 
 
-def _audit_checkpoints(paths: Iterable[Path], chain: ChainRecord, result: Audit) -> None:
+def _audit_checkpoints(paths: Iterable[Path], chain: ChainRecord, gaps: bool, result: Audit) -> None:
     """Audit of I5: checkpoints that are damaged, of an unknown commit, or of another state than the ledgers'.
 
-    A damaged one beside a whole one is a note: resuming passes it over, and a peer that is killed while it deletes an
-    old one leaves such a folder.
+    Where records found no room there are `gaps`: then an unknown commit is a note. So is a damaged one beside a whole
+    one: resuming passes it over, and a peer that is killed while it deletes an old one leaves such a folder.
     """
     whole: set[Path] = set()
     damaged: dict[Path, str] = {}
@@ -289,7 +290,8 @@ def _audit_checkpoints(paths: Iterable[Path], chain: ChainRecord, result: Audit)
             if known:
                 text = f"holds state {state[:12]}, the ledgers say {next(iter(known))[:12]}"
             peer, name = str(checkpoint.meta.get("peer")), checkpoint.path.name
-            result.violations.append(Finding("I5", peer, commit.version, 0, f"checkpoint {name} {text}"))
+            findings = result.notes if gaps and not known else result.violations
+            findings.append(Finding("I5", peer, commit.version, 0, f"checkpoint {name} {text}"))
     for path, cause in damaged.items():
         findings = result.notes if path.parent in whole else result.violations
         findings.append(Finding("I5", path.parent.parent.name, -1, 0, cause))
