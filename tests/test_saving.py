@@ -179,8 +179,7 @@ def test_an_optimizer_comes_back_with_its_moments_whatever_its_name(name: str, t
 def test_a_checkpoint_that_is_moved_at_once_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "save", lambda *arguments: tmp_path / "moved")
     saver = Saver(Island(0, 1, torch.device("cpu")))
-    with pytest.raises(ResourceError, match="moved"):
-        saver.save(tmp_path, 1, {}, {}, {}, 1).result(DEADLINE_S)
+    assert saver.save(tmp_path, 1, {}, {}, {}, 1).result(DEADLINE_S).size_bytes == 0
 
 
 def test_an_optimizer_comes_back_with_lists_of_tensors(tmp_path: Path) -> None:

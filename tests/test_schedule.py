@@ -165,12 +165,14 @@ def test_who_copies_a_state_of_a_history_that_lacks_tokens_trains_again() -> Non
     assert not ending.done
 
 
-def test_a_state_of_more_parts_than_can_be_copied_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sync", [{"part_elements": 1024}, {}])
+def test_a_state_of_more_parts_than_can_be_copied_is_refused_at_once(
+    sync: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody could ever join: all were told that no member offers a state that fits."""
-    monkeypatch.setattr(terms, "MAX_CHUNKS", 3)
-    sections = {"model": {"kind": "external"}, "sync": {"part_elements": 1024}}
+    monkeypatch.setattr(terms, "MAX_CHUNKS", 1)
     with pytest.raises(ConfigError, match="nobody could ever join"):
-        open_line("a", contract(**sections), Weights.of(torch.nn.Linear(64, 64)))
+        open_line("a", contract(model={"kind": "external"}, sync=sync), Weights.of(torch.nn.Linear(64, 64)))
 
 
 @pytest.mark.parametrize("before", [7, -1])

@@ -17,7 +17,7 @@ checkpoint.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def audit(directories: Sequence[Path]) -> Audit:
     result = examine(books, chain)
     result.violations += [Finding("ledger", path.name, -1, 0, error.cause) for path, error in damaged.items()]
     result.checkpoints = len(kept)
-    gaps = any(life.of("gap") for book in books for life in book.lives)
+    gaps = {str(life.opening["peer"]) for book in books for life in book.lives if life.of("gap")}
     _audit_checkpoints(kept, chain, gaps, result)
     return result
 
@@ -264,11 +264,11 @@ def _missing(chain: ChainRecord) -> Iterator[Finding]:
             yield Finding("I5", "", commit.version, 0, text)
 
 
-def _audit_checkpoints(paths: Iterable[Path], chain: ChainRecord, gaps: bool, result: Audit) -> None:
+def _audit_checkpoints(paths: Iterable[Path], chain: ChainRecord, gaps: Collection[str], result: Audit) -> None:
     """Audit of I5: checkpoints that are damaged, of an unknown commit, or of another state than the ledgers'.
 
-    Where records found no room there are `gaps`: then an unknown commit is a note. So is a damaged one beside a whole
-    one: resuming passes it over, and a peer that is killed while it deletes an old one leaves such a folder.
+    An unknown commit of a peer whose ledger has `gaps` is a note: its record found no room. So is a damaged one beside
+    a whole one: resuming passes it over, and a peer that is killed while it deletes an old one leaves such a folder.
     """
     whole: set[Path] = set()
     damaged: dict[Path, str] = {}
@@ -290,7 +290,7 @@ def _audit_checkpoints(paths: Iterable[Path], chain: ChainRecord, gaps: bool, re
             if known:
                 text = f"holds state {state[:12]}, the ledgers say {next(iter(known))[:12]}"
             peer, name = str(checkpoint.meta.get("peer")), checkpoint.path.name
-            findings = result.notes if gaps and not known else result.violations
+            findings = result.notes if peer in gaps and not known else result.violations
             findings.append(Finding("I5", peer, commit.version, 0, f"checkpoint {name} {text}"))
     for path, cause in damaged.items():
         findings = result.notes if path.parent in whole else result.violations

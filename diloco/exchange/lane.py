@@ -68,7 +68,7 @@ class Lane(ExchangeTasks):
         self._states: dict[int, OuterState] = {}
         self._copy: dict[str, bytearray] = {}
         self._copied: OuterState | None = None
-        self._filled = 0
+        self._filled = self._copies = 0
         """Parts of copies that have come so far."""
         self._closed: dict[int, tuple[int, Closed]] = {}
         """Versions that this rank is to apply, each with the number of the state it was closed on; 0: none here."""
@@ -299,7 +299,7 @@ class Lane(ExchangeTasks):
 
     def begin_copy(self) -> None:
         """Begin to copy a state from other peers into this lane; the copy begins with the lane's latest state."""
-        self._copied = None
+        self._copied, self._copies = None, self._copies + 1
         self._spawn(self._beside(self._begin_copy))
 
     def fill(self, buffer: str, part: int, data: bytes) -> None:
@@ -308,7 +308,7 @@ class Lane(ExchangeTasks):
 
     def end_copy(self, version: int, steps: Sequence[int]) -> None:
         """Complete the copy of a state in this lane: all its parts were passed."""
-        self._spawn(self._beside(self._end_copy, version, steps))
+        self._spawn(self._beside(self._end_copy, self._copies, version, steps))
 
     def drop_copy(self) -> None:
         """Give up the copy of a state in this lane."""
@@ -327,11 +327,11 @@ class Lane(ExchangeTasks):
         self._copy[buffer][start * ELEMENT_BYTES : stop * ELEMENT_BYTES] = data
         self._filled += 1
 
-    def _end_copy(self, version: int, steps: Sequence[int]) -> None:
+    def _end_copy(self, number: int, version: int, steps: Sequence[int]) -> None:
         state = OuterState.assemble(version, steps, self._copy, self.terms.layout, self.terms.optimizer)
         self._copy.clear()
         with self._news:
-            self._copied = state
+            self._copied = state if number == self._copies else None  # another copy may have begun
             self._news.notify_all()
 
     # ------------------------------------------------------------ sending
@@ -473,13 +473,13 @@ class Lane(ExchangeTasks):
         check = work.check_mean if stepping is None else stepping.take
 
         def checked() -> bytes:
-            check(part, mean)
+            try:
+                check(part, mean)
+            except PayloadError:
+                raise
+            except Exception as error:  # gRPC would keep it to itself
+                self._call(self.failed, error)
+                raise
             return content_hash(mean)
 
-        try:
-            return await self._loop.run_in_executor(self._stepper, checked)
-        except PayloadError:
-            raise
-        except Exception as error:  # gRPC would keep it to itself
-            self.failed(error)
-            raise
+        return await self._loop.run_in_executor(self._stepper, checked)

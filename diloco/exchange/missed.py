@@ -73,29 +73,34 @@ class Fetcher:
     async def commits(self, source: Member) -> bool:
         """Fetch missed commits with their means from a member's backlog, or from those of others where it keeps no next
         one, as it may have joined a moment ago. False: only a copy of the state helps."""
-        for member in (source, *self._ahead_but(source)):
+        if await self._commits(source) is not False:
+            return True
+        for member in self._others(source)[: MAX_TOO_FAR - 1]:
             if await self._commits(member):
                 return True
         return False
 
-    def _ahead_but(self, source: Member) -> list[Member]:
-        """A few other live trainers that have reported later versions than this peer's."""
-        roster, since = self._machine.roster, self._since()
-        beats = {one: roster.heartbeat(one.peer) for one in self._machine.alive() if not one.witness and one != source}
-        return [one for one, beat in beats.items() if beat is not None and beat.version > since][: MAX_TOO_FAR - 1]
+    def _others(self, source: Member) -> list[Member]:
+        """Other trainers of the view: first those that report later versions, then those that were heard of late."""
+        machine, since, alive = self._machine, self._since(), self._machine.alive()
+        beats = {one: machine.roster.heartbeat(one.peer) for one in machine.view if not one.witness}
+        ahead = {one for one, beat in beats.items() if beat is not None and beat.version > since}
+        others = [one for one in beats if one not in (machine.me, source)]
+        return sorted(others, key=lambda one: (one not in ahead, one not in alive))
 
-    async def _commits(self, source: Member) -> bool:
-        """Fetch missed commits from one member's backlog. False: it keeps no next one."""
+    async def _commits(self, source: Member) -> bool | None:
+        """Fetch missed commits from one member's backlog. False: it keeps no next one; None: it did not answer, or has
+        been asked."""
         since, stall_s = self._since(), self._terms.timing.stall_s
         try:
             with self._asking("commits", source):
                 missed = await self._link.fetch_commits(source.address, since, self._limits, stall_s)
                 fitting = await self._fitting(missed)
         except _Asked:
-            return True
+            return None
         except (LinkDown, LinkSlow, LinkRefused) as error:
             logger.info("no commits from %s: %s", source.peer, error)
-            return True
+            return None
         if len(fitting) < len(missed):
             logger.warning("%s sent a mean that does not match its commit", source.peer)
         for closed in fitting:

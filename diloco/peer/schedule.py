@@ -99,8 +99,8 @@ class RunEnd:
         return turns * self.fragments - (0 if self.may_leave_progress else 1)
 
     def on_commit(self, commit: Commit, copied: bool = False) -> None:
-        """The peer has applied this commit, or copied its state, or it is a witness, which may miss some."""
-        copied = copied or commit.version > self.version + 1
+        """The peer has applied this commit, or copied its state. A witness may miss some."""
+        copied = copied or (commit.fragment >= 0 and commit.version > self.version + 1)
         self.version = commit.version
         if commit.tokens < self.total_tokens:  # which never fall but where another history is copied
             self.last_version, self.late = None, False

@@ -46,7 +46,8 @@ def open_line(
     chunks = len(places(layout, optimizer))
     if chunks > MAX_CHUNKS:
         cause = f"a state of {chunks:,} parts can't be copied, at most one of {MAX_CHUNKS:,}: nobody could ever join"
-        raise ConfigError(cause, f"raise sync.part_elements, which is {contract.sync.part_elements:,}")
+        elements = max(fragment.part_elements for fragment in layout.fragments)
+        raise ConfigError(cause, f"raise sync.part_elements, which is {elements:,} here")
     anchor = [weights.read(fragment) for fragment in layout.fragments]
     return Line(
         name,

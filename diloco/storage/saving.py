@@ -38,7 +38,7 @@ from diloco.outer.line import Line, UncommittedProgress, adopt
 from diloco.outer.merge import Eager
 from diloco.outer.state import OuterState
 from diloco.storage.checkpoint import Checkpoint, flat_buffers, flat_slices, outer_state, read_together, save, save_part
-from diloco.storage.disk import JsonValue, writing
+from diloco.storage.disk import JsonValue
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,10 @@ class Saver:
 
         def write() -> Written:
             path = save(directory, version, mine, meta, keep, self._aside)
-            with writing("checkpoint", path):  # somebody may have moved it already
+            try:
                 size_bytes = sum(file.stat().st_size for file in path.iterdir())
+            except OSError:  # it is complete, and somebody has moved it already
+                size_bytes = 0
             return Written(path, size_bytes, monotonic_s())
 
         return self._begin(write)

@@ -175,12 +175,12 @@ class GrpcLink(Link):
         came: Callable[[int], None] = untold,
     ) -> AsyncIterator[tuple[int, Sequence[bytes]]]:
         request = parts_pb2.FetchStateRequest(digest=digest, chunks=chunks)
-        assembler = PartAssembler(max_chunk_bytes)
-        wanted = iter(chunks)
+        assembler, wanted = PartAssembler(max_chunk_bytes), iter(chunks)
         async with self._replies(address, lambda peer: peer.FetchState(request), stall_s) as replies:
             async for reply in replies:
                 before, whole = assembler.taken_bytes, parsed(assembler.pieces, reply.chunks)
-                came(assembler.taken_bytes - before)
+                if assembler.taken_bytes > before:  # who sends empty messages makes no progress
+                    came(assembler.taken_bytes - before)
                 for index, pieces in whole:
                     if index != next(wanted, None):
                         raise LinkRefused(Reply.MALFORMED, f"chunk {index} of the state is not the next one")

@@ -243,7 +243,7 @@ def _under_load(dice: Random, plan: FaultPlan) -> FaultPlan:
         backlog = dice.choice(BACKLOGS)  # over slow links a state is copied for as long as the usual ones last
         # A joiner hears of a version with the next heartbeat; it asks for a state, chunks and commits.
         kept = math.ceil((MIN_KEPT_S + 8 * plan.delay_s) / plan.round_s)
-        slow = plan.round_s >= SLOW_ROUND_S or plan.longest_exchange_s > 0.0
+        slow = plan.round_s >= SLOW_ROUND_S or plan.longest_exchange_s * plan.peers > plan.round_s
         plan = replace(plan, backlog=max(backlog, plan.backlog if slow else kept))
     if dice.random() >= BUSY_SHARE:
         return plan
