@@ -132,8 +132,8 @@ class SimulatedEndings:
         if self._disturbed(process.name, since_s) or self._jumped(process, join_s):
             return True
         others = [one for one in self.world.machines.processes() if one is not process and one.up and not one.witness]
-        followed = process.machine.lineage if process.up else ""
-        others = [one for one in others if not followed or one.machine.lineage == followed]
+        followed = _lineage(process)
+        others = [one for one in others if not followed or _lineage(one) == followed]
         having = [one for one in others if self._beginnings[one.life].at_s < since_s and not _wants_state(one)]
         givers = [one for one in having if one.alive]
         if givers:
@@ -149,6 +149,11 @@ class SimulatedEndings:
             and fault.over_s >= since_s
             for fault in self.world.plan.faults
         )
+
+
+def _lineage(host: SimulatedProcess) -> str:
+    """Name of the lineage that a simulated peer follows; empty where there is none: before it listens, under gossip."""
+    return host.machine.lineage if host.up and isinstance(host.exchange, Exchange) else ""
 
 
 def _wants_state(host: SimulatedProcess) -> bool:
