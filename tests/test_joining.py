@@ -119,7 +119,7 @@ def test_a_member_of_the_run_to_resume_that_is_starting_is_there(
 
 
 def test_a_member_that_is_starting_is_waited_for_though_another_run_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several addresses one may be of another run by now: that says nothing of the others."""
+    """One of several addresses may be of another run by now: that says nothing of the others."""
     asked: list[str] = []
 
     def hello(_: Runtime, address: str) -> Welcome:

@@ -68,7 +68,9 @@ class Lane(ExchangeTasks):
         self._states: dict[int, OuterState] = {}
         self._copy: dict[str, bytearray] = {}
         self._copied: OuterState | None = None
-        self._filled = self._copies = 0
+        self._copies = 0
+        """Copies that began here so far."""
+        self._filled = 0
         """Parts of copies that have come so far."""
         self._closed: dict[int, tuple[int, Closed]] = {}
         """Versions that this rank is to apply, each with the number of the state it was closed on; 0: none here."""
