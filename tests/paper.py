@@ -164,7 +164,7 @@ class PaperRun:
 
     def copy(self, source: PaperPeer, target: PaperPeer) -> None:
         """`target` takes over the state of `source`."""
-        target.journal.adopted(*adopt_state(target.line, source.line.state, source.line.commit))
+        target.journal.adopted(*adopt_state(target.line, source.line.state, source.line.commit), ())
 
     def end(self) -> None:
         for peer in self.peers.values():

@@ -20,7 +20,7 @@ from diloco.base.types import Closed, Member, Skip
 from diloco.compress import bundle
 from diloco.exchange.service import ExchangeService
 from diloco.outer.state import OuterState
-from diloco.peer.peer import in_time
+from diloco.peer.waits import in_time
 from diloco.protocol import coordinator
 from diloco.protocol.messages import ContributionArrived, FetchMean, Offered, Reply, Resync
 from diloco.protocol.streams import Kind, Part, StreamHeader

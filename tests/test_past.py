@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,25 @@ def test_a_checkpoint_of_a_history_that_was_left_is_passed_over(tmp_path: Path) 
     run.end()
     about = export(a.directory, tmp_path / "exported") / ABOUT
     assert json.loads(about.read_text())["version"] == 1
+
+
+def test_a_checkpoint_of_a_void_lineage_is_passed_over(tmp_path: Path) -> None:
+    """Where a peer that was apart copied the state of the lineage that went on, which has more versions, too."""
+    run = PaperRun(tmp_path, "ab", record=False)
+    a, b = run.peers["a"], run.peers["b"]
+    run.round()
+    a.save()
+    assert a.line.commit is not None
+    a.line.commit = replace(a.line.commit, lineage="apart")
+    run.apply(run.close(a, run.offer([a])), [a])
+    a.save()
+    for _ in range(2):
+        run.apply(run.close(b, run.offer([b])), [b])
+    run.copy(b, a)
+    checkpoint = past(tmp_path).checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.version == 1
+    run.end()
 
 
 def test_a_version_that_the_ledger_had_no_room_for_may_be_resumed(tmp_path: Path) -> None:

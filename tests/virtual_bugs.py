@@ -22,7 +22,8 @@ from diloco.base.types import Commit, Counted
 from diloco.exchange import service
 from diloco.exchange.lives import Lives
 from diloco.exchange.work import LanePayloads
-from diloco.peer.peer import Peer, Refusal
+from diloco.peer.peer import Peer
+from diloco.peer.waits import Refusal
 from diloco.protocol import messages as m
 from diloco.protocol import view
 from diloco.protocol.membership import Membership

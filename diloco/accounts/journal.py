@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from diloco.config.contract import Contract
 from diloco.config.site import StorageSection
 from diloco.outer.fragments import Fragment
 from diloco.outer.line import Line
+from diloco.protocol.messages import Fork
 
 RECORDED = "recorded"
 MAX_HEADER_BYTES = 2**26  # half a million parts
@@ -205,13 +206,16 @@ class Journal:
         if self._ledger is not None:
             self._ledger.committed(commit, self.line.state.digest, mine is not None, self.totals)
 
-    def adopted(self, mine: Counted | None, discarded: int) -> None:
-        """Book a state copy: `mine` as committed if a passed-over version counts it, else lose `discarded` tokens."""
+    def adopted(self, mine: Counted | None, discarded: int, forks: Sequence[Fork]) -> None:
+        """Book a state copy: `mine` as committed if a passed-over version counts it, else lose `discarded` tokens.
+        `forks`: lineages that led to the copied one's."""
         counted = mine.tokens if mine else 0
         self.committed_tokens += counted
         self.discarded_tokens += discarded
         if self._ledger is not None:
-            self._ledger.adopted(self._position(), counted, discarded, self.totals)
+            lineage = self.line.commit.lineage if self.line.commit is not None else self.opening.lineage
+            left = {fork.lineage: fork.tokens for fork in forks}
+            self._ledger.adopted(self._position(), lineage, left, counted, discarded, self.totals)
 
     def discarded(self, tokens: int, reason: str) -> None:
         """Book the tokens of progress that the line has thrown away, in the ledger if there is one."""

@@ -5,7 +5,7 @@
     open     a life begins: peer, incarnation, contract, lineage, the version and state it stands on
     commit   a version was applied: the commit itself, the digest of the state *after* it, whether it counts us
     adopt    a state was copied: version, digests, the tokens of this life that a version counts which was passed over
-             (`counted`), and those that were given up (`discarded`)
+             (`counted`), and those that were given up (`discarded`); its lineage, and those that led there (`forks`)
     discard  tokens that will never be counted, and why
     close    the life ended in good order
     gap      records that a full disk refused
@@ -97,7 +97,7 @@ FIELDS: Mapping[str, Mapping[str, type]] = {
     "gap": {"dropped": int},
 }
 """Fields of each kind of record, beside its tokens."""
-_TYPES = {name: kind for fields in FIELDS.values() for name, kind in fields.items()} | {"counted": int}
+_TYPES = {name: kind for fields in FIELDS.values() for name, kind in fields.items()} | {"counted": int, "forks": dict}
 """Type of every field, also of one that older ledgers lack."""
 
 
@@ -224,6 +224,8 @@ def check_record(record: Record) -> None:
         raise ValueError("its tokens are malformed")
     if record.kind == "open" and not isinstance(fields["contract"].get("membership"), dict):
         raise ValueError("its contract is malformed")
+    if not all(_is(tokens, int) for tokens in fields.get("forks", {}).values()):
+        raise ValueError("its forks are malformed")
     if "commit" in fields and not _is(fields["commit"].get("version"), int):
         raise ValueError("its commit is malformed")
 
@@ -318,10 +320,14 @@ class Ledger:
         fields = {"commit": json.loads(commit.to_bytes()), "digest": commit.digest, "state": state_digest, "own": own}
         self.write("commit", fields, totals)
 
-    def adopted(self, position: Position, counted: int, discarded: int, totals: Totals) -> None:
-        """Record in the ledger that the peer copied a state. Tokens of its last contribution are `counted` where a
-        version that was passed over counts them, or else `discarded`, though a later version may count them."""
-        self.write("adopt", {**asdict(position), "counted": counted, "discarded": discarded}, totals)
+    def adopted(
+        self, position: Position, lineage: str, forks: Mapping[str, int], counted: int, discarded: int, totals: Totals
+    ) -> None:
+        """Record in the ledger that the peer copied a state of this lineage. `forks`: lineages that led to it, with
+        their committed tokens as they were left. Tokens of its last contribution are `counted` where a version that was
+        passed over counts them, or else `discarded`, though a later version may count them."""
+        origin = {"lineage": lineage, "forks": dict(forks)}
+        self.write("adopt", {**asdict(position), **origin, "counted": counted, "discarded": discarded}, totals)
 
     def discarded(self, tokens: int, version: int, reason: str, totals: Totals) -> None:
         """Record in the ledger that the peer threw away progress on the anchor of `version`."""
@@ -418,8 +424,8 @@ class LeftOff:
     commit: Commit | None
     """The last that the peer applied in the run that it founded or joined last; None when it died before the first."""
     history: Mapping[int, frozenset[str]] | None
-    """Digests of the commits on which the peer stood in that run, by version: without those that it left for others.
-    None where a full disk refused some."""
+    """Digests of the commits on which the peer stood in that run, by version: without those that it left for others,
+    and without a lineage's that is void. None where a full disk refused some."""
 
     @property
     def others(self) -> tuple[Member, ...]:
@@ -432,10 +438,11 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
     opening: Mapping[str, Any] = {}
     last: Record | None = None
     version = 0
-    history: dict[int, frozenset[str]] = {}
+    history: dict[int, dict[str, Mapping[str, Any]]] = {}  # with the lineage and tokens of each, as far as written
     whole = True
     for record in records:
         fields = record.fields
+        origin: Mapping[str, Any] = {}
         if record.kind == "open":
             another = fields["contract_digest"] != opening.get("contract_digest")
             if fields["founds"] or another:
@@ -445,18 +452,32 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
                 history.clear()
             opening, version = fields, fields["version"]
         elif record.kind == "commit":
-            last, version = record, fields["commit"]["version"]
+            last, version, origin = record, fields["commit"]["version"], fields["commit"]
         elif record.kind == "adopt":
             version = fields["version"]
+            if "forks" in fields:
+                origin = {"lineage": fields["lineage"]}
+                _leave_others(history, fields["lineage"], fields["forks"])
         elif record.kind == "gap":
             whole = False
         joins = record.kind == "open" and not (fields["founds"] or fields["resumed"])  # and has no state yet
         if "digest" in fields and not joins:
             while history and (latest := next(reversed(history))) > version:
                 del history[latest]
-            history[version] = history.get(version, frozenset()) | {fields["digest"]}  # two where a lineage is founded
+            history.setdefault(version, {}).setdefault(fields["digest"], origin)  # two where a lineage is founded
     if not opening:
         return None
     commit = last.commit if last else None
-    stood = history if whole else None
+    stood = {version: frozenset(digests) for version, digests in history.items()} if whole else None
     return LeftOff(opening["peer"], opening["contract_digest"], opening["incarnation"], version, commit, stood)
+
+
+def _leave_others(history: dict[int, dict[str, Mapping[str, Any]]], lineage: str, forks: Mapping[str, int]) -> None:
+    """Take out of the history what does not lead to a copied state of this lineage."""
+    for version, digests in list(history.items()):
+        for digest, origin in list(digests.items()):
+            name = origin.get("lineage", lineage)
+            if name != lineage and origin.get("tokens", 0) > forks.get(name, -1):
+                del digests[digest]
+        if not digests:
+            del history[version]

@@ -40,10 +40,10 @@ from diloco.outer.line import adoption, book_adoption, book_drop
 from diloco.outer.merge import carry, carry_fragment
 from diloco.outer.state import OuterState
 from diloco.peer.life import Ending
-from diloco.peer.peer import in_time
 from diloco.peer.rank import PeerRank, now
 from diloco.peer.schedule import PeerStopwatch
 from diloco.peer.terms import check_alike, lineage_of
+from diloco.peer.waits import in_time
 from diloco.round import Seconds
 from diloco.storage.checkpoint import Checkpoint, latest_version
 from diloco.storage.saving import CheckpointSchedule, book_restored, save_line

@@ -10,20 +10,18 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Opening
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s, new_incarnation
 from diloco.base.decisions import Adopt, Drop, KeepLocal, Meet, Rehash, Restore, Save, Withdraw
-from diloco.base.errors import DilocoError, EvictedError, StateError, UnreachableError
+from diloco.base.errors import EvictedError, StateError
 from diloco.base.life import POLL_S, Life, Wait, answered
 from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Phase, Progress
-from diloco.config.site import Site
 from diloco.exchange.engine import Exchange
 from diloco.exchange.service import ExchangeService
 from diloco.observe.event_log import Events
@@ -42,8 +40,8 @@ from diloco.outer.line import Diverged, adoption, book, book_adoption, book_drop
 from diloco.peer.rank import PeerRank, now
 from diloco.peer.schedule import RunEnd
 from diloco.peer.terms import check_alike, exchange_terms, lanes_of, lineage_of
+from diloco.peer.waits import Refusal, in_time, left, settled
 from diloco.protocol.leases import handed_back
-from diloco.protocol.messages import Reply
 from diloco.protocol.streams import Welcome
 from diloco.round import Seconds
 from diloco.storage.checkpoint import Checkpoint
@@ -56,11 +54,6 @@ if TYPE_CHECKING:
     from diloco.transport.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-SETTLE_POLL_S = 0.05
-MAX_LATE_S = 1.0
-"""A joiner that nobody reaches ends with the second reply that says so, which comes so long after a heartbeat."""
 
 
 class PeerRecord(Protocol):
@@ -246,7 +239,7 @@ class Peer:
         steps = tuple(fragment.steps for fragment in state.fragments)
         yield from self.do(Adopt(state.version, steps, taken.stays), state)
         book_adoption(line, taken)
-        self.journal.adopted(taken.mine, taken.discarded)
+        self.journal.adopted(taken.mine, taken.discarded, forks)
         if taken.discarded:
             tokens = f"{taken.discarded:,} tokens sent before the copy"
             self._warn(f"{tokens} count as discarded: a version may have counted them")
@@ -430,69 +423,3 @@ def _reasons(
     if before is not None:
         in_good_order |= handed_back(before.leases, used, after.leases)
     return {peer: "left" if in_good_order.get(peer) else "lost" for peer in gone}
-
-
-class Refusal:
-    """Watch on the members' refusals of a peer that waits to be taken in: some of them only a person can mend."""
-
-    def __init__(self, exchange: Exchange, site: Site) -> None:
-        self._exchange, self._timeouts = exchange, site.timeouts
-        self._since_s, self._reply = monotonic_s(), exchange.lives.refusal()
-
-    def check(self) -> None:
-        """Raises EvictedError or UnreachableError, once the members have refused this peer for long enough."""
-        exchange, now_s = self._exchange, monotonic_s()
-        reply = exchange.lives.refusal()
-        if reply is not self._reply:
-            self._since_s, self._reply = now_s, reply
-        refused_s = now_s - self._since_s
-        if self._reply is Reply.FENCED and refused_s > 3 * self._timeouts.suspect_s:
-            raise EvictedError(f"the run has a live peer named {exchange.name}", "choose another peer.name")
-        heartbeat_s = self._timeouts.heartbeat_s
-        if self._reply is Reply.UNREACHED and refused_s > heartbeat_s + min(heartbeat_s, MAX_LATE_S):
-            cause = f"nobody reaches {exchange.me.address}: the members hear this peer, and it does not hear them"
-            fix = "let connections in at that port, or set network.advertise to an address and port that others reach"
-            raise UnreachableError(cause, fix)
-
-
-def settled(exchange: Exchange, site: Site) -> Life[None]:
-    """A peer that leaves waits until the others have the latest version too, so that it does not die with this peer."""
-    deadline_s = monotonic_s() + site.timeouts.suspect_s
-    while monotonic_s() < deadline_s and not (yield from answered(exchange.settled())):
-        yield Wait(None, SETTLE_POLL_S)
-
-
-def left(exchange: Exchange, site: Site) -> Life[None]:
-    """A peer that leaves says goodbye, and waits a little until the others have heard it."""
-    said, deadline_s = exchange.leave(), monotonic_s() + site.timeouts.rpc_s + 1.0
-    while not said.done() and monotonic_s() < deadline_s:
-        yield Wait(said, POLL_S)
-
-
-def in_time(
-    copying: Future[T],
-    timeout_s: float,
-    asked_to_leave: Callable[[], bool],
-    check: Callable[[], None] = lambda: None,
-    came_s: Callable[[], float] = lambda: 0.0,
-) -> Life[T]:
-    """The state a peer copies, and its offer. Raises StateError, also where no bytes came (`came_s`) for `timeout_s` or
-    it is to leave; and what `check` raises meanwhile."""
-    since_s = monotonic_s()
-    while not copying.done():
-        yield Wait(copying, POLL_S)
-        if copying.done():
-            break
-        try:
-            check()
-        except DilocoError:
-            copying.cancel()
-            raise
-        if monotonic_s() > max(since_s, came_s()) + timeout_s:
-            copying.cancel()
-            fix = "raise timeouts.join_s; or membership.backlog_versions, where so many versions close meanwhile"
-            raise StateError(f"no more of the state came for {timeout_s:g} s", fix)
-        if asked_to_leave():
-            copying.cancel()
-            raise StateError("asked to leave while the state was copied", "join again")
-    return (yield from answered(copying))

@@ -22,9 +22,9 @@ from diloco.exchange.service import ExchangeService
 from diloco.observe.event_log import Events
 from diloco.observe.events import Listening, Remark, Stamped, VersionWitnessed, Warned
 from diloco.outer.fragments import Layout
-from diloco.peer.peer import Refusal, left, settled
 from diloco.peer.schedule import RunEnd
 from diloco.peer.terms import exchange_terms
+from diloco.peer.waits import Refusal, left, settled
 from diloco.run.blocking import block
 from diloco.run.launch import chosen_directory, event_card, fetch_contract, open_directory
 from diloco.run.options import PeerOptions, open_site

@@ -410,8 +410,8 @@ class SimulatedProcess:
             self._applied(commit)
             self._stands()
 
-        def on_adopted(mine: Counted | None, discarded: int) -> None:
-            adopted(mine, discarded)
+        def on_adopted(mine: Counted | None, discarded: int, forks: Sequence[m.Fork]) -> None:
+            adopted(mine, discarded, forks)
             progress.adopted(mine, discarded, self._before)
             self.world.log(self.name, f"has copied version {line.state.version}")
             self._stands()

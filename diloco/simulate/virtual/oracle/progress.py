@@ -206,6 +206,7 @@ class SimulatedProgress:
                 residual.zero_()  # it was measured on another anchor
         self._check(f"the copied version {self.line.state.version}")
         self.copied_version = self.line.state.version
+        self.host.records.copied(before)
         self.host.steps.copied(before)
 
     def _check_given_up(self, before: Commit | None) -> None:

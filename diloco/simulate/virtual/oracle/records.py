@@ -101,6 +101,21 @@ class SimulatedRecords:
             disk.durable = max(disk.durable, begun.version)
         self._compare(path, begun)
 
+    def copied(self, before: Commit | None) -> None:
+        """A state was copied, in place of that of `before`: where its lineage was left, only what led to both counts as
+        kept on the disk."""
+        process = self._process
+        commit, commits, disk = process.line.commit, process.world.invariants.commits, process.disk
+        if before is None or commit is None or commit.lineage == before.lineage:
+            return
+        line = {commit.digest}
+        while (earlier := commits.get(commit.previous)) is not None:
+            commit = earlier
+            line.add(commit.digest)
+        here = self._until(disk.durable)
+        last = {one.version: one.commit for one in disk.saved if one.version in here}
+        disk.durable = max((version for version, digest in last.items() if digest in line), default=-1)
+
     def _compare(self, path: Path, begun: SavedProgress) -> None:
         """I5: a simulated peer's checkpoint has the numbers and values of the peer when it was begun."""
         meta = json.loads((path / "manifest.json").read_text())["meta"]

@@ -1,0 +1,90 @@
+"""The waits of a peer or witness that joins, copies a state or leaves: each ends by itself, and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from diloco.base.clock import monotonic_s
+from diloco.base.errors import DilocoError, EvictedError, StateError, UnreachableError
+from diloco.base.life import POLL_S, Life, Wait, answered
+from diloco.config.site import Site
+from diloco.exchange.engine import Exchange
+from diloco.protocol.messages import Reply
+
+T = TypeVar("T")
+
+SETTLE_POLL_S = 0.05
+MAX_LATE_S = 1.0
+"""A joiner that nobody reaches ends with the second reply that says so, which comes so long after a heartbeat."""
+
+
+class Refusal:
+    """Watch on the members' refusals of a peer that waits to be taken in: some of them only a person can mend."""
+
+    def __init__(self, exchange: Exchange, site: Site) -> None:
+        self._exchange, self._timeouts = exchange, site.timeouts
+        self._since_s, self._reply = monotonic_s(), exchange.lives.refusal()
+
+    def check(self) -> None:
+        """Raises EvictedError or UnreachableError, once the members have refused this peer for long enough."""
+        exchange, now_s = self._exchange, monotonic_s()
+        reply = exchange.lives.refusal()
+        if reply is not self._reply:
+            self._since_s, self._reply = now_s, reply
+        refused_s = now_s - self._since_s
+        if self._reply is Reply.FENCED and refused_s > 3 * self._timeouts.suspect_s:
+            raise EvictedError(f"the run has a live peer named {exchange.name}", "choose another peer.name")
+        heartbeat_s = self._timeouts.heartbeat_s
+        if self._reply is Reply.UNREACHED and refused_s > heartbeat_s + min(heartbeat_s, MAX_LATE_S):
+            cause = f"nobody reaches {exchange.me.address}: the members hear this peer, and it does not hear them"
+            fix = "let connections in at that port, or set network.advertise to an address and port that others reach"
+            raise UnreachableError(cause, fix)
+
+
+def settled(exchange: Exchange, site: Site) -> Life[None]:
+    """A peer that leaves waits until the others have the latest version too, so that it does not die with this peer:
+    `suspect_s`, and up to twice that for a version that closes meanwhile."""
+    suspect_s, version = site.timeouts.suspect_s, exchange.machine.version
+    latest_s = deadline_s = monotonic_s() + suspect_s
+    while monotonic_s() < deadline_s and not (yield from answered(exchange.settled())):
+        if exchange.machine.version != version:
+            version, deadline_s = exchange.machine.version, min(monotonic_s(), latest_s) + suspect_s
+        yield Wait(None, SETTLE_POLL_S)
+
+
+def left(exchange: Exchange, site: Site) -> Life[None]:
+    """A peer that leaves says goodbye, and waits a little until the others have heard it."""
+    said, deadline_s = exchange.leave(), monotonic_s() + site.timeouts.rpc_s + 1.0
+    while not said.done() and monotonic_s() < deadline_s:
+        yield Wait(said, POLL_S)
+
+
+def in_time(
+    copying: Future[T],
+    timeout_s: float,
+    asked_to_leave: Callable[[], bool],
+    check: Callable[[], None] = lambda: None,
+    came_s: Callable[[], float] = lambda: 0.0,
+) -> Life[T]:
+    """The state a peer copies, and its offer. Raises StateError, also where no bytes came (`came_s`) for `timeout_s` or
+    it is to leave; and what `check` raises meanwhile."""
+    since_s = monotonic_s()
+    while not copying.done():
+        yield Wait(copying, POLL_S)
+        if copying.done():
+            break
+        try:
+            check()
+        except DilocoError:
+            copying.cancel()
+            raise
+        if monotonic_s() > max(since_s, came_s()) + timeout_s:
+            copying.cancel()
+            fix = "raise timeouts.join_s; or membership.backlog_versions, where so many versions close meanwhile"
+            raise StateError(f"no more of the state came for {timeout_s:g} s", fix)
+        if asked_to_leave():
+            copying.cancel()
+            raise StateError("asked to leave while the state was copied", "join again")
+    return (yield from answered(copying))
