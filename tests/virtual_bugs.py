@@ -88,11 +88,11 @@ def _books_twice() -> Instead:
 
 
 def _books_nothing_copied() -> Instead:
-    return [(Journal, "adopted", lambda journal, mine, discarded: None)]
+    return [(Journal, "adopted", lambda journal, *booked: None)]
 
 
 def _writes_no_copies() -> Instead:
-    return [(Ledger, "adopted", lambda ledger, position, counted, discarded, totals: None)]
+    return [(Ledger, "adopted", lambda ledger, *booked: None)]
 
 
 def _opens_no_life() -> Instead:
