@@ -12,6 +12,7 @@ import pytest
 from diloco.base.errors import StateError
 from diloco.run.export import ABOUT, export
 from diloco.run.past import PastRun, checkpoint_at, past_of
+from tests.lines import adopt_state
 from tests.paper import PaperRun, contract
 
 FOLDER = Path("a")
@@ -89,6 +90,18 @@ def test_a_checkpoint_of_a_void_lineage_is_passed_over(tmp_path: Path) -> None:
     for _ in range(2):
         run.apply(run.close(b, run.offer([b])), [b])
     run.copy(b, a)
+    checkpoint = past(tmp_path).checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.version == 1
+    run.end()
+
+
+def test_checkpoints_stay_where_a_run_that_waits_for_its_founding_gave_the_state(tmp_path: Path) -> None:
+    run = PaperRun(tmp_path, "a", record=False)
+    run.round()
+    a = run.peers["a"]
+    a.save()
+    a.journal.adopted(*adopt_state(a.line, a.line.state, None), ())
     checkpoint = past(tmp_path).checkpoint()
     assert checkpoint is not None
     assert checkpoint.version == 1

@@ -213,7 +213,7 @@ class Journal:
         self.committed_tokens += counted
         self.discarded_tokens += discarded
         if self._ledger is not None:
-            lineage = self.line.commit.lineage if self.line.commit is not None else self.opening.lineage
+            lineage = self.line.commit.lineage if self.line.commit is not None else ""
             left = {fork.lineage: fork.tokens for fork in forks}
             self._ledger.adopted(self._position(), lineage, left, counted, discarded, self.totals)
 

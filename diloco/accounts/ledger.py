@@ -323,9 +323,12 @@ class Ledger:
     def adopted(
         self, position: Position, lineage: str, forks: Mapping[str, int], counted: int, discarded: int, totals: Totals
     ) -> None:
-        """Record in the ledger that the peer copied a state of this lineage. `forks`: lineages that led to it, with
-        their committed tokens as they were left. Tokens of its last contribution are `counted` where a version that was
-        passed over counts them, or else `discarded`, though a later version may count them."""
+        """Record in the ledger that the peer copied a state of this lineage; empty: of a run that was not founded yet.
+
+        `forks`: lineages that led to it, with their committed tokens as they were left. Tokens of its last contribution
+        are `counted` where a version that was passed over counts them, or else `discarded`, though a later version may
+        count them.
+        """
         origin = {"lineage": lineage, "forks": dict(forks)}
         self.write("adopt", {**asdict(position), **origin, "counted": counted, "discarded": discarded}, totals)
 
@@ -455,9 +458,9 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
             last, version, origin = record, fields["commit"]["version"], fields["commit"]
         elif record.kind == "adopt":
             version = fields["version"]
-            if "forks" in fields:
+            if fields.get("lineage"):  # else it is unknown what led there
                 origin = {"lineage": fields["lineage"]}
-                _leave_others(history, fields["lineage"], fields["forks"])
+                _leave_others(history, fields["lineage"], fields.get("forks", {}))
         elif record.kind == "gap":
             whole = False
         joins = record.kind == "open" and not (fields["founds"] or fields["resumed"])  # and has no state yet

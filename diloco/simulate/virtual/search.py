@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -227,6 +228,7 @@ def _alone() -> None:
     """Prepare a process to simulate on one thread: there is one for every core. Imports stay, and are not collected."""
     torch.set_num_threads(1)
     use_compiled()
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # a process died before it began
     gc.collect()
     gc.freeze()
 
