@@ -21,6 +21,7 @@ from diloco.outer.average import fold, mean_digest
 from diloco.outer.fragments import Weights
 from diloco.peer.terms import open_line
 from diloco.protocol.leases import advance, found
+from diloco.protocol.messages import Fork
 from diloco.storage.checkpoint import save
 from diloco.storage.saving import save_line
 from tests.lines import adopt_state, measured, step_outer
@@ -162,9 +163,9 @@ class PaperRun:
         for peer in peers:
             peer.apply(closed)
 
-    def copy(self, source: PaperPeer, target: PaperPeer) -> None:
-        """`target` takes over the state of `source`."""
-        target.journal.adopted(*adopt_state(target.line, source.line.state, source.line.commit), ())
+    def copy(self, source: PaperPeer, target: PaperPeer, forks: Sequence[Fork] = ()) -> None:
+        """`target` takes over the state of `source`. `forks`: lineages that led to it."""
+        target.journal.adopted(*adopt_state(target.line, source.line.state, source.line.commit), forks)
 
     def end(self) -> None:
         for peer in self.peers.values():

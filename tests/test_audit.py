@@ -500,7 +500,10 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> PaperRun:
     run = PaperRun(tmp_path_factory.mktemp("pristine"))
     run.round()
-    run.round(count=[run.peers["a"], run.peers["b"]])
+    a, b, c = run.peers.values()
+    run.round(count=[a, b])
+    run.apply(run.close(a, run.offer([a, b])), [a, b])
+    run.copy(a, c)
     run.end()
     return run
 

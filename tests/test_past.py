@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.base.errors import StateError
+from diloco.protocol.messages import Fork
 from diloco.run.export import ABOUT, export
 from diloco.run.past import PastRun, checkpoint_at, past_of
 from tests.lines import adopt_state
@@ -93,6 +94,23 @@ def test_a_checkpoint_of_a_void_lineage_is_passed_over(tmp_path: Path) -> None:
     checkpoint = past(tmp_path).checkpoint()
     assert checkpoint is not None
     assert checkpoint.version == 1
+    run.end()
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_what_led_to_a_run_that_was_founded_anew_stays(tmp_path: Path, missing: int) -> None:
+    """Its founder went on from that version, or from one before."""
+    run = PaperRun(tmp_path, "ab", record=False)
+    a, b = run.peers["a"], run.peers["b"]
+    run.round()
+    a.save()
+    left = b.line.commit
+    assert left is not None
+    b.line.commit = replace(left, lineage="anew")
+    run.apply(run.close(b, run.offer([b])), [b])
+    run.copy(b, a, [Fork(left.lineage, left.tokens - missing)])
+    checkpoint = past(tmp_path).checkpoint()
+    assert (checkpoint is not None and checkpoint.version == 1) if not missing else checkpoint is None
     run.end()
 
 

@@ -213,9 +213,11 @@ class Journal:
         self.committed_tokens += counted
         self.discarded_tokens += discarded
         if self._ledger is not None:
-            lineage = self.line.commit.lineage if self.line.commit is not None else ""
-            left = {fork.lineage: fork.tokens for fork in forks}
-            self._ledger.adopted(self._position(), lineage, left, counted, discarded, self.totals)
+            commit = self.line.commit
+            origin = {fork.lineage: fork.tokens for fork in forks}
+            origin |= {commit.lineage: commit.tokens} if commit is not None else {}
+            lineage = commit.lineage if commit is not None else ""
+            self._ledger.adopted(self._position(), lineage, origin, counted, discarded, self.totals)
 
     def discarded(self, tokens: int, reason: str) -> None:
         """Book the tokens of progress that the line has thrown away, in the ledger if there is one."""

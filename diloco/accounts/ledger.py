@@ -226,8 +226,11 @@ def check_record(record: Record) -> None:
         raise ValueError("its contract is malformed")
     if not all(_is(tokens, int) for tokens in fields.get("forks", {}).values()):
         raise ValueError("its forks are malformed")
-    if "commit" in fields and not _is(fields["commit"].get("version"), int):
-        raise ValueError("its commit is malformed")
+    if "commit" in fields:
+        commit = fields["commit"]
+        numbers = commit.get("version"), commit.get("tokens", 0)
+        if not (all(_is(number, int) for number in numbers) and _is(commit.get("lineage", ""), str)):
+            raise ValueError("its commit is malformed")
 
 
 def _is(value: object, kind: type) -> bool:
@@ -325,7 +328,8 @@ class Ledger:
     ) -> None:
         """Record in the ledger that the peer copied a state of this lineage; empty: of a run that was not founded yet.
 
-        `forks`: lineages that led to it, with their committed tokens as they were left. Tokens of its last contribution
+        `forks`: that lineage and those that led to it, with committed tokens: of the state, and as they were left. Only
+        what the peer stood on in these, and no later, leads to the state. Tokens of its last contribution
         are `counted` where a version that was passed over counts them, or else `discarded`, though a later version may
         count them.
         """
@@ -428,7 +432,7 @@ class LeftOff:
     """The last that the peer applied in the run that it founded or joined last; None when it died before the first."""
     history: Mapping[int, frozenset[str]] | None
     """Digests of the commits on which the peer stood in that run, by version: without those that it left for others,
-    and without a lineage's that is void. None where a full disk refused some."""
+    and without what is known not to lead to the state that it copied last. None where a full disk refused some."""
 
     @property
     def others(self) -> tuple[Member, ...]:
@@ -458,9 +462,10 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
             last, version, origin = record, fields["commit"]["version"], fields["commit"]
         elif record.kind == "adopt":
             version = fields["version"]
-            if fields.get("lineage"):  # else it is unknown what led there
-                origin = {"lineage": fields["lineage"]}
-                _leave_others(history, fields["lineage"], fields.get("forks", {}))
+            forks: Mapping[str, int] = fields.get("forks", {})
+            if fields.get("lineage") in forks:  # else it is unknown what led there
+                origin = {"lineage": fields["lineage"], "tokens": forks[fields["lineage"]]}
+                _keep_leading(history, forks)
         elif record.kind == "gap":
             whole = False
         joins = record.kind == "open" and not (fields["founds"] or fields["resumed"])  # and has no state yet
@@ -475,12 +480,11 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
     return LeftOff(opening["peer"], opening["contract_digest"], opening["incarnation"], version, commit, stood)
 
 
-def _leave_others(history: dict[int, dict[str, Mapping[str, Any]]], lineage: str, forks: Mapping[str, int]) -> None:
-    """Take out of the history what does not lead to a copied state of this lineage."""
+def _keep_leading(history: dict[int, dict[str, Mapping[str, Any]]], forks: Mapping[str, int]) -> None:
+    """Take out of the history what is known not to lead to a copied state (`Ledger.adopted`)."""
     for version, digests in list(history.items()):
         for digest, origin in list(digests.items()):
-            name = origin.get("lineage", lineage)
-            if name != lineage and origin.get("tokens", 0) > forks.get(name, -1):
+            if "lineage" in origin and origin.get("tokens", 0) > forks.get(origin["lineage"], -1):
                 del digests[digest]
         if not digests:
             del history[version]

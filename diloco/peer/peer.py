@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,9 +40,10 @@ from diloco.observe.events import (
 from diloco.outer.line import Diverged, adoption, book, book_adoption, book_drop, expect
 from diloco.peer.rank import PeerRank, now
 from diloco.peer.schedule import RunEnd
-from diloco.peer.terms import check_alike, exchange_terms, lanes_of, lineage_of
+from diloco.peer.terms import check_alike, exchange_terms, forks_of, lanes_of, lineage_of
 from diloco.peer.waits import Refusal, in_time, left, settled
 from diloco.protocol.leases import handed_back
+from diloco.protocol.messages import Fork
 from diloco.protocol.streams import Welcome
 from diloco.round import Seconds
 from diloco.storage.checkpoint import Checkpoint
@@ -100,7 +102,11 @@ class Peer:
         me = Member(name, new_incarnation(), "")
         lineage = welcome.lineage if welcome else lineage_of(me, self.contract.digest)
         link, loop = endpoint.runtime.link, endpoint.runtime.loop
-        forks = welcome.forks if welcome else ()
+        self.forks = forks_of(checkpoint) if checkpoint is not None else ()
+        """Lineages that led to that of the line's commit."""
+        saved = checkpoint.commit if checkpoint is not None else None
+        founded_on = (*self.forks, Fork(saved.lineage, saved.tokens)) if saved is not None else ()
+        forks = welcome.forks if welcome else founded_on
         self.exchange = Exchange(me, terms, link, lineage, welcome is None, loop, self._on_reason, forks)
         self.address = ""
         opening = Opening(
@@ -239,7 +245,8 @@ class Peer:
         steps = tuple(fragment.steps for fragment in state.fragments)
         yield from self.do(Adopt(state.version, steps, taken.stays), state)
         book_adoption(line, taken)
-        self.journal.adopted(taken.mine, taken.discarded, forks)
+        self.forks = tuple(takewhile(lambda fork: offer.commit is None or fork.lineage != offer.commit.lineage, forks))
+        self.journal.adopted(taken.mine, taken.discarded, self.forks)
         if taken.discarded:
             tokens = f"{taken.discarded:,} tokens sent before the copy"
             self._warn(f"{tokens} count as discarded: a version may have counted them")
@@ -294,6 +301,8 @@ class Peer:
         failpoints.hit("before-outer")
         offered, mine = line.sent is not None, None  # else an entry of our name is that of an earlier life
         if commit.fragment < 0:  # a founding moves no anchor: what was sent stays what it is
+            if before is not None and before.lineage != commit.lineage:
+                self.forks = (*self.forks, Fork(before.lineage, before.tokens))
             line.commit = commit
         else:
             mine = expect(line, commit)
@@ -409,6 +418,7 @@ class Peer:
 
     def _begin_save(self) -> Any:
         groups, about = save_line(self.line, self.contract)
+        about["forks"] = [[fork.lineage, fork.tokens] for fork in self.forks]
         self.island.decide(Save("local" in groups))
         return self.rank.save((groups, {**about, **self.chronicle.numbers()}), self.site.storage.keep)
 

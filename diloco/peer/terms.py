@@ -20,8 +20,10 @@ from diloco.outer.line import Line, Weighing
 from diloco.outer.merge import open_merge
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState, places
+from diloco.protocol.messages import Fork
 from diloco.protocol.streams import MAX_CHUNKS, Welcome
 from diloco.protocol.view import Policy, Rules, Timing
+from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.pace import SERVE_BPS_PER_CORE
 
 
@@ -144,6 +146,14 @@ def lineage_of(founder: Member, contract_digest: str) -> str:
     """Name of the lineage that this life of a peer founds: no two lives choose the same."""
     text = f"{contract_digest}/{founder.peer}/{founder.incarnation}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def forks_of(checkpoint: Checkpoint) -> tuple[Fork, ...]:
+    """Lineages that led to that of a checkpoint's commit; none in those of earlier releases. Raises StateError."""
+    try:
+        return tuple(Fork(str(lineage), int(tokens)) for lineage, tokens in checkpoint.meta.get("forks", ()))
+    except (TypeError, ValueError) as error:
+        raise checkpoint.malformed(f"its forks are malformed: {error}") from error
 
 
 def timing_of(site: Site) -> Timing:

@@ -48,9 +48,11 @@ def settled(exchange: Exchange, site: Site) -> Life[None]:
     `suspect_s`, and up to twice that for a version that closes meanwhile."""
     suspect_s, version = site.timeouts.suspect_s, exchange.machine.version
     latest_s = deadline_s = monotonic_s() + suspect_s
-    while monotonic_s() < deadline_s and not (yield from answered(exchange.settled())):
+    while not (yield from answered(exchange.settled())):
         if exchange.machine.version != version:
             version, deadline_s = exchange.machine.version, min(monotonic_s(), latest_s) + suspect_s
+        if monotonic_s() >= deadline_s:
+            break
         yield Wait(None, SETTLE_POLL_S)
 
 

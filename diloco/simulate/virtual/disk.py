@@ -55,6 +55,8 @@ class SimulatedDisk:
         """Contents of all checkpoints that were begun on it."""
         self.durable = -1
         """Version of the newest checkpoint that must be there, whatever happens to its machine."""
+        self.void: set[str] = set()
+        """Commits of checkpoints on it that did not lead to the state that was copied last."""
         self.put_away: list[Path] = []
         """Folders of disks that were taken out."""
         self._owed_s = 0.0

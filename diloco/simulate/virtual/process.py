@@ -268,7 +268,7 @@ class SimulatedProcess:
 
     def _checkpoint(self) -> Checkpoint | None:
         past = past_of(self.disk.folder)
-        return past.checkpoint() if past is not None else None
+        return self.records.found(past.checkpoint() if past is not None else None)
 
     def _open(self, endpoint: SimulatedEndpoint, checkpoint: Checkpoint | None) -> Life[Run]:
         """Enter the run as `diloco.run.door.open_run` does, with an observer at each seam."""

@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -145,7 +144,8 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.collect()
+        with quiet():  # of what the dead had not begun
+            gc.collect()
 
 
 def search(
@@ -228,7 +228,6 @@ def _alone() -> None:
     """Prepare a process to simulate on one thread: there is one for every core. Imports stay, and are not collected."""
     torch.set_num_threads(1)
     use_compiled()
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # a process died before it began
     gc.collect()
     gc.freeze()
 

@@ -24,6 +24,7 @@ from diloco.simulate.virtual.oracle.gate import Violation
 if TYPE_CHECKING:
     from diloco.simulate.virtual.oracle.progress import SimulatedProgress
     from diloco.simulate.virtual.process import SimulatedProcess
+    from diloco.storage.checkpoint import Checkpoint
 
 CHECKPOINTS = "checkpoints"
 TOLERANCE = 1e-3
@@ -102,8 +103,8 @@ class SimulatedRecords:
         self._compare(path, begun)
 
     def copied(self, before: Commit | None) -> None:
-        """A state was copied, in place of that of `before`: where its lineage was left, only what led to both counts as
-        kept on the disk."""
+        """A state was copied, in place of that of `before`: where its lineage was left, checkpoints of what did not
+        lead to the copied state are void."""
         process = self._process
         commit, commits, disk = process.line.commit, process.world.invariants.commits, process.disk
         if before is None or commit is None or commit.lineage == before.lineage:
@@ -112,9 +113,9 @@ class SimulatedRecords:
         while (earlier := commits.get(commit.previous)) is not None:
             commit = earlier
             line.add(commit.digest)
-        here = self._until(disk.durable)
-        last = {one.version: one.commit for one in disk.saved if one.version in here}
-        disk.durable = max((version for version, digest in last.items() if digest in line), default=-1)
+        disk.void = {one.commit for one in disk.saved} - line
+        unsure = {one.version for one in disk.saved if one.commit in disk.void}
+        disk.durable = max(self._until(disk.durable) - unsure, default=-1)
 
     def _compare(self, path: Path, begun: SavedProgress) -> None:
         """I5: a simulated peer's checkpoint has the numbers and values of the peer when it was begun."""
@@ -147,6 +148,14 @@ class SimulatedRecords:
         if progress.exact and not error <= TOLERANCE * (1 + true.abs().max().item()):
             raise Violation("I5", f"{self._process.name}: the {what} is off by {error:.2g}")
 
+    def found(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
+        """I5: a life that begins with its disk has found this checkpoint there. Returns it."""
+        disk = self._process.disk
+        if checkpoint is None and disk.durable >= 0:
+            what = f"resumes from nothing, and its disk has a checkpoint of version {disk.durable}"
+            raise Violation("I5", f"{self._process.name} {what}")
+        return checkpoint
+
     def resumed(self) -> SavedProgress:
         """I5: a simulated life begins with what the newest checkpoint's own life had. Returns that."""
         process = self._process
@@ -156,6 +165,8 @@ class SimulatedRecords:
             what = f"resumes from version {line.state.version}, and its disk has one of version {disk.durable}"
             raise Violation("I5", f"{process.name} {what}")
         commit = line.commit.digest if line.commit is not None else ""
+        if commit in disk.void and not (disk.refusals or disk.damaged):  # else the ledger may lack what was copied
+            raise Violation("I5", f"{process.name} resumes from version {line.state.version} of a lineage that is void")
         saved = [one for one in disk.saved if (one.version, one.commit) == (line.state.version, commit)]
         found = (line.state.digest, line.trained.tokens, line.trained.blocks)
         alike = [one for one in saved if (one.state, one.tokens, one.blocks) == found]
