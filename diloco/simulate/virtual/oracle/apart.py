@@ -40,6 +40,8 @@ class SimulatedApart:
 
     def hears(self, host: SimulatedProcess, sender: Member, body: m.Body, taken: bool) -> None:
         """A simulated peer hears another, and takes the message or refuses it. A later life ends an earlier one."""
+        if self.world.setup.rules.continue_after_s is None:
+            return  # nobody goes apart
         hearing, commit = self._hearings.setdefault(host.life, Hearing()), host.machine.commit
         for known in [known for known in hearing.at_s if known.peer == sender.peer and known != sender]:
             del hearing.at_s[known]

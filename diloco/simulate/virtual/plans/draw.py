@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from statistics import fmean
 from typing import Any
 
 from diloco.simulate.virtual.plans.agreement import of_agreement
@@ -144,7 +145,7 @@ def _comes_late(dice: Random, plan: FaultPlan, size: Size) -> FaultPlan:
     faults = [replace(fault, at_s=round(before_s + fault.at_s, 2)) for fault in plan.faults]
     for number in range(dice.choices((0, 1, 2), (25, 45, 30))[0] + dice.randint(0, size.more_faults)):
         faults += [replace(fault, at_s=round(factor * fault.at_s, 2)) for fault in _passing(dice, names, number)]
-    tokens = plan.total_tokens + round(before_s / round_s) * plan.peers * 4 if plan.total_tokens else 0
+    tokens = plan.total_tokens + _tokens(plan, before_s / round_s) if plan.total_tokens else 0
     return replace(plan, total_tokens=tokens, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
@@ -327,8 +328,13 @@ def _sized(dice: Random, plan: FaultPlan, size: Size) -> FaultPlan:
     plan = replace(plan, faults=tuple(sorted(later, key=lambda fault: fault.at_s)), calm_s=round(0.2 * span_s, 1))
     if dice.random() < END_SHARE:
         rounds = (plan.quiet_s + dice.uniform(0.0, 0.4) * span_s) / (plan.round_s + EXCHANGE_S)
-        plan = replace(plan, total_tokens=round(rounds) * plan.peers * 4)
+        plan = replace(plan, total_tokens=_tokens(plan, rounds))
     return plan
+
+
+def _tokens(plan: FaultPlan, rounds: float) -> int:
+    """About as many tokens as the peers train in so many rounds' time, each at its own speed."""
+    return max(1, round(rounds * fmean(map(plan.speed, range(plan.peers))))) * plan.peers * 4
 
 
 def draw_speeds(dice: Random, peers: int, speeds: tuple[float, float]) -> str:
