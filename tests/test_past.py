@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from diloco.base.errors import StateError
+from diloco.peer.terms import forks_of
 from diloco.protocol.messages import Fork
 from diloco.run.export import ABOUT, export
 from diloco.run.past import PastRun, checkpoint_at, past_of
+from diloco.storage.checkpoint import load
 from tests.lines import adopt_state
 from tests.paper import PaperRun, contract
 
@@ -124,6 +126,19 @@ def test_checkpoints_stay_where_a_run_that_waits_for_its_founding_gave_the_state
     assert checkpoint is not None
     assert checkpoint.version == 1
     run.end()
+
+
+def test_lineages_in_a_checkpoint_are_read_and_those_of_earlier_releases_have_none(tmp_path: Path) -> None:
+    run = PaperRun(tmp_path, "a", record=False)
+    run.round()
+    saved = load(run.peers["a"].save().parent)
+    run.end()
+    assert forks_of(saved) == ()
+    led = replace(saved, meta={**saved.meta, "forks": [["before", 40], ["apart", 60]]})
+    assert forks_of(led) == (Fork("before", 40), Fork("apart", 60))
+    for nonsense in (None, 3, ["before"], [["before"]], [["before", "many"]]):
+        with pytest.raises(StateError, match="forks are malformed"):
+            forks_of(replace(saved, meta={**saved.meta, "forks": nonsense}))
 
 
 def test_a_version_that_the_ledger_had_no_room_for_may_be_resumed(tmp_path: Path) -> None:

@@ -328,8 +328,8 @@ class Ledger:
     ) -> None:
         """Record in the ledger that the peer copied a state of this lineage; empty: of a run that was not founded yet.
 
-        `forks`: that lineage and those that led to it, with committed tokens: of the state, and as they were left. Only
-        what the peer stood on in these, and no later, leads to the state. Tokens of its last contribution
+        `forks`: that lineage and those that led to it, each with its committed tokens: of the state, or as it was left.
+        What the peer stood on in another lineage, or later, does not lead to the state. Tokens of its last contribution
         are `counted` where a version that was passed over counts them, or else `discarded`, though a later version may
         count them.
         """
