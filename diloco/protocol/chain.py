@@ -122,6 +122,8 @@ class Chain:
         commit = body.commit
         founds = self.commit is None and commit.version == self.state.version
         follows = commit.lineage == self.lineage.name and (commit.version >= self.making or founds)
+        if follows and self.lineage.copying:
+            self.membership.meet(commit.view)  # of this lineage we know who told us of it, and perhaps nobody else
         if follows or self.leads_here(body):
             self.decide(commit, sender)
 

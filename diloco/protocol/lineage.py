@@ -47,6 +47,11 @@ class Lineage:
         return self._alone_since is not None
 
     @property
+    def copying(self) -> bool:
+        """Whether this peer left its lineage for another, whose state it copies."""
+        return bool(self._target)
+
+    @property
     def may_fork(self) -> bool:
         """Whether this peer may found a lineage apart, or follow another member into one."""
         return self.alone and self._rules.continue_after_s is not None
@@ -131,7 +136,7 @@ class Lineage:
         hears_members = any(map(membership.lives, members))
         # No peer of the lineage to copy may send heartbeats: an old conversation, heard again, led there. Then any live
         # lineage goes on, also that of a founder that still waits for its first members.
-        copying = commit is None and bool(self._target)
+        copying = commit is None and self.copying
         silent = copying and not hears_members and now - self._target_since_s > self._timing.suspect_s
         if not (beat.founded or silent) or beat.joining or (not membership.in_view and hears_members):
             return

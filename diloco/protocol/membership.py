@@ -244,6 +244,10 @@ class Membership:
         """These members are in another lineage from now on."""
         self.roster.part_with(peers)
 
+    def meet(self, members: Sequence[Member]) -> None:
+        """Note on the roster members that this peer has not heard of: they hear of it from now on."""
+        self.roster.meet(members, self._post.now)
+
     def introduce(self, stranger: Member) -> None:
         """A peer of another lineage hears of us from now on."""
         self.roster.introduce(stranger, self._post.now)
