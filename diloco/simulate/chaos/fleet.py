@@ -27,6 +27,8 @@ START_S = 120.0
 POLL_S = 0.05
 PORTS = range(20_000, 30_000)
 """Below those that Linux gives to outgoing connections, so that a port is still free when its peer comes back."""
+_UNUSED = iter(random.sample(PORTS, len(PORTS)))
+"""A peer listens some time after its port was chosen: until then another might choose the same."""
 
 
 @dataclass
@@ -222,8 +224,9 @@ class ChaosFleet:
 
 
 def free_port() -> int:
-    """A TCP port for a peer of a chaos drill, which the system gives to nobody by chance. Raises ResourceError."""
-    for port in random.sample(PORTS, 100):
+    """A TCP port for a peer of a chaos drill, given once, which the system gives to nobody by chance. Raises
+    ResourceError."""
+    for port in itertools.islice(_UNUSED, 100):
         with socket.socket() as attempt:
             try:
                 attempt.bind(("127.0.0.1", port))
