@@ -1,0 +1,375 @@
+"""The vote on the successor of each head, under crashes and restarts with the disk.
+
+Peers are numbered, and so are trainers before witnesses; each has what `diloco.protocol.vote` says a voter keeps. A
+commit is named by its place: a head is the tuple of values decided so far. A value is `V<i>`, a view commit that peer i
+drafted, or `M<x>`, a commit with the mean x; behind `|` are the boots of the voters as the drafter knew them, where half
+of the voters may decide. Messages are growing sets: each may come late, twice or never.
+
+Simpler than production: a seat gets the promises of a majority in one step, as each alone commutes with it; a sync is one
+step; who is up and stands ahead tells the others; what a peer fetches it fetches from one that is up and holds it; a
+proof of death is the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import NamedTuple
+
+from diloco.protocol import vote
+from diloco.protocol.vote import Promised, VoteRecord, Voters
+from scripts.models.search import Model
+
+Head = tuple[str, ...]
+Step = tuple[str, "World", bool]
+REDUCED = "r"
+"""The mean of the reduction under way."""
+
+
+class Lead(NamedTuple):
+    """What a seat leads in this boot."""
+
+    attempt: int
+    options: tuple[str, ...]
+    """Values that the promises leave it."""
+    value: str = ""
+    """The proposal; empty: none yet."""
+
+
+class Peer(NamedTuple):
+    """One peer."""
+
+    record: VoteRecord
+    head: Head = ()
+    up: bool = True
+    gone: bool = False
+    lost: bool = False
+    """It is down, and its disk never comes back."""
+    boot: int = 0
+    lead: Lead | None = None
+    means: frozenset[str] = frozenset()
+    log: frozenset[str] = frozenset()
+    """Those that are on its disk."""
+
+
+class Ballot(NamedTuple):
+    """A proposal, or a vote on one."""
+
+    head: Head
+    attempt: int
+    value: str
+    peer: int = -1
+    boot: int = -1
+
+
+class World(NamedTuple):
+    """A state of the model."""
+
+    peers: tuple[Peer, ...]
+    crashes: int
+    disks: int
+    """Disks that may still be lost."""
+    moving: bool
+    proposals: frozenset[Ballot] = frozenset()
+    votes: frozenset[Ballot] = frozenset()
+    decided: frozenset[tuple[Head, str]] = frozenset()
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A case to search. The fields below `attempts` leave rules out, or choose the faults."""
+
+    trainers: int = 3
+    witnesses: int = 0
+    leavers: tuple[int, ...] = ()
+    """Peers that leave: the next commit leaves them out. All: it keeps its drafter, which goes when it is alone."""
+    views: bool = False
+    """View commits take place: for leavers, or for a joiner, which has no vote."""
+    versions: int = 1
+    """Version commits after which a story ends."""
+    attempts: int = 2
+    crashes: int = 1
+    disks: int = 0
+    mortal: tuple[int, ...] | None = None
+    """Peers that may crash. None: all."""
+    forever: bool = False
+    """Who crashed may not come back: a restart is not counted on."""
+    reduction: bool = False
+    """A reduction is under way, begun by peer 0, which leads it."""
+    halves: bool = False
+    """Half of the voters may decide on a proof of the others' death."""
+    late_proofs: bool = False
+    """A proof of death is still believed when the peer is up again."""
+    go: str = "stands"
+    """When a leaver goes: others `stand` on the commit without it; it `knows` the commit; `leave_s` is over."""
+    fetches: bool = True
+    """A seat fetches the mean that somebody holds."""
+    anew: bool = True
+    """A seat begins a reduction anew where there is none."""
+    mean_first: bool = True
+    """A mean that is there goes before a view commit."""
+    mean_logged: bool = True
+    """A vote, and a proposal, say that the mean is on the disk."""
+    witness_last: bool = True
+    """A witness votes only for what a trainer voted for."""
+    commit_first: bool = True
+    """A decided commit is on the disk before the record of its own vote takes the old one's place."""
+    heads_named: bool = True
+    """Promises name the head: what was promised under another does not count."""
+
+    def model(self) -> Model[World]:
+        """The model to search."""
+        count = self.trainers + self.witnesses
+        start = World((Peer(VoteRecord(named(()))),) * count, self.crashes, self.disks, self.reduction)
+        return Model(start, self.steps, self.fork, self.is_good, self.is_judged)
+
+    # ------------------------------------------------------------ who votes
+
+    @cached_property
+    def final(self) -> bool:
+        """Whether all leave."""
+        return len(self.leavers) == self.trainers + self.witnesses
+
+    def voting(self, head: Head) -> tuple[int, ...]:
+        """Peers that vote on the successor of a head."""
+        everybody = range(self.trainers + self.witnesses)
+        if self.final and head:
+            return (_drafter(head[0]),)
+        return tuple(i for i in everybody if not head or i not in self.leavers)
+
+    def voters(self, head: Head) -> Voters:
+        """The same, with the boots that the head names."""
+        boots = _boots(head[-1]) if head else ()
+        return Voters({str(i): boots[i] if boots else 0 for i in self.voting(head)})
+
+    def seat(self, head: Head, attempt: int) -> int:
+        """The peer that may propose in an attempt."""
+        voters = [str(i) for i in self.voting(head) if i < self.trainers]
+        drafter = str(_drafter(head[-1])) if head and head[-1][0] == "V" else ""
+        return int(vote.seat(voters, attempt, drafter, f"{len(head):016x}" if head else "0" * 16))
+
+    def dead(self, world: World) -> set[tuple[str, int]]:
+        """Boots that are over by proof."""
+        if not self.halves:
+            return set()
+        over = {(str(i), peer.boot) for i, peer in enumerate(world.peers) if not peer.up}
+        former = {(str(i), boot) for i, peer in enumerate(world.peers) for boot in range(peer.boot)}
+        return over | former if self.late_proofs else over
+
+    # ------------------------------------------------------------ what may happen
+
+    def steps(self, world: World) -> Iterator[Step]:
+        """What may happen in a state."""
+        for i, peer in enumerate(world.peers):
+            if peer.gone or peer.lost:
+                continue
+            if not peer.up:
+                yield from self._restarts(world, i, peer)
+                continue
+            if world.crashes and (self.mortal is None or i in self.mortal):
+                down = peer._replace(up=False, lead=None, means=frozenset())
+                after = _put(world, i, down)._replace(crashes=world.crashes - 1)
+                yield f"p{i} dies", after._replace(moving=world.moving and i != 0), True
+            if i in self.leavers:
+                yield from self._goes(world, i, peer)
+            yield from self._learns(world, i, peer)
+            if sum(value[0] == "M" for value in peer.head) >= self.versions:
+                continue
+            if world.moving and i < self.trainers and REDUCED not in peer.means:
+                yield f"p{i} has the mean", _put(world, i, peer._replace(means=peer.means | {REDUCED})), False
+            if i in self.voting(peer.head):
+                yield from self._gathers(world, i, peer)
+                yield from self._proposes(world, i, peer)
+                yield from self._votes(world, i, peer)
+                yield from self._decides(world, i, peer)
+
+    def _restarts(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
+        back = peer._replace(up=True, boot=peer.boot + 1 if self.halves else 0, means=peer.log)
+        if not self.commit_first and peer.head and peer.record != VoteRecord(named(peer.head)):
+            back = back._replace(head=peer.head[:-1], record=VoteRecord(named(peer.head[:-1])))
+        yield f"p{i} restarts", _put(world, i, back), self.forever
+        if world.disks and i < self.trainers:
+            yield f"the disk of p{i} is lost", _put(world, i, peer._replace(lost=True))._replace(disks=0), True
+
+    def _goes(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
+        out = bool(peer.head) and not (self.final and i in self.voting(peer.head))
+        left = _put(world, i, peer._replace(gone=True))._replace(moving=world.moving and i != 0)
+        if self.go == "leave_s":
+            yield f"p{i} goes, for `leave_s` is over", left, True
+        elif out:
+            voters = self.voting(peer.head)
+            stand = [str(j) for j in voters if world.peers[j].up and len(world.peers[j].head) >= len(peer.head)]
+            if self.go == "knows" or vote.may_go(stand, [str(j) for j in voters]):
+                yield f"p{i} goes", left, True
+
+    def _learns(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
+        height = len(peer.head)
+        ahead = {other.head[height] for other in world.peers if _ahead(other, peer.head)}
+        for value in sorted(ahead):
+            if value[0] == "V" or i >= self.trainers or self._here(world, i, value):
+                learned = peer._replace(means=peer.means | _mean(value), log=peer.log | _mean(value))
+                yield f"p{i} learns {value}", _put(world, i, self._stands(learned, (*peer.head, value))), False
+
+    def _stands(self, peer: Peer, head: Head) -> Peer:
+        return peer._replace(head=head, record=peer.record.stand(named(head)), lead=None)
+
+    def _gathers(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
+        voters, dead = self.voters(peer.head), self.dead(world)
+        for attempt in range(max(1, peer.record.led + 1), self.attempts):
+            record = peer.record.promise(attempt)
+            if record is None or self.seat(peer.head, attempt) != i or (peer.lead and peer.lead.attempt >= attempt):
+                continue
+            # A voter promises once: whoever asks again has the same answer.
+            asked = [j for j in self.voting(peer.head) if j != i and self._promises(world.peers[j], peer.head, attempt)]
+            for size in range(len(voters.boots)):
+                for some in combinations(asked, size):
+                    yield from self._gathered(world, i, attempt, some, voters, dead)
+
+    def _promises(self, peer: Peer, head: Head, attempt: int) -> bool:
+        here = peer.head == head or not self.heads_named
+        return here and peer.up and not peer.gone and peer.record.promised < attempt
+
+    def _gathered(
+        self, world: World, i: int, attempt: int, some: tuple[int, ...], voters: Voters, dead: set[tuple[str, int]]
+    ) -> Iterator[Step]:
+        promises, after = dict[str, Promised](), world
+        for j in (i, *some):
+            one = world.peers[j]
+            record = one.record.promise(attempt)
+            assert record is not None
+            promises[str(j)] = Promised(one.boot, one.record.attempt, one.record.value)
+            after = _put(after, j, one._replace(record=record))
+        options = vote.choices(promises, voters, dead)
+        if options:
+            lead = Lead(attempt, tuple(options))
+            after = _put(after, i, after.peers[i]._replace(lead=lead))
+            yield f"p{i} gathers promises for attempt {attempt} of {', '.join(f'p{j}' for j in some)}", after, False
+
+    def _proposes(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
+        for attempt in range(self.attempts):
+            record = peer.record.lead(attempt)
+            lead = peer.lead if peer.lead is not None and peer.lead.attempt == attempt else None
+            if record is None or self.seat(peer.head, attempt) != i or (attempt and (lead is None or lead.value)):
+                continue
+            forced = vote.choose(list(lead.options), lambda value: self._here(world, i, value)) if lead else ""
+            for value in [forced] if forced else self._values(world, i, peer, attempt):
+                log = peer.log if forced or not self.mean_logged else peer.log | _mean(value)
+                new = frozenset() if forced else _mean(value)
+                leads = Lead(attempt, lead.options if lead else (), value)
+                after = _put(world, i, peer._replace(record=record, lead=leads, means=peer.means | new, log=log))
+                after = after._replace(proposals=world.proposals | {Ballot(peer.head, attempt, value)})
+                yield f"p{i} proposes {value} in attempt {attempt} after {named(peer.head)}", after, False
+
+    def _values(self, world: World, i: int, peer: Peer, attempt: int) -> list[str]:
+        """Values of its own that a seat may propose."""
+        closed = {mean for value in peer.head for mean in _mean(value)}
+        there = (
+            {mean for one in world.peers if one.up and not one.gone for mean in one.means}
+            if self.fetches
+            else peer.means
+        )
+        boots = "|" + "".join(str(one.boot) for one in world.peers) if self.halves else ""
+        means = [f"M{mean}{boots}" for mean in sorted(there - closed)]
+        views = [f"V{i}{boots}"] if self.views and not any(value[0] == "V" for value in peer.head) else []
+        mean = f"{i}{len(peer.head)}{attempt}{peer.boot if self.halves else ''}"
+        new = [f"M{mean}{boots}"] if self.anew and not world.moving and not means else []
+        return (means or views + new) if self.mean_first else means + views + new
+
+    def _votes(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
+        for ballot in world.proposals:
+            head, attempt, value = ballot[:3]
+            record = peer.record.accept(attempt, value)
+            if head != peer.head or record is None or peer.record.attempt == attempt:
+                continue
+            if self.seat(head, attempt) == i and (peer.lead is None or peer.lead[::2] != (attempt, value)):
+                continue  # nobody hears itself of an earlier boot
+            if i >= self.trainers:
+                behind = {one.peer for one in world.votes if one[:3] == (head, attempt, value)} & {
+                    *range(self.trainers)
+                }
+                if self.witness_last and not behind:
+                    continue
+                voted = peer._replace(record=record)
+            else:
+                if value[0] == "M" and not self._here(world, i, value):
+                    continue
+                log = peer.log | _mean(value) if self.mean_logged else peer.log
+                voted = peer._replace(record=record, means=peer.means | _mean(value), log=log)
+            after = _put(world, i, voted)._replace(votes=world.votes | {Ballot(head, attempt, value, i, peer.boot)})
+            yield f"p{i} votes for {value} in attempt {attempt}", after, False
+
+    def _decides(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
+        lead = peer.lead
+        if lead is None or not lead.value or not (_mean(lead.value) <= peer.means):
+            return
+        votes = {str(one.peer): one.boot for one in world.votes if one[:3] == (peer.head, lead.attempt, lead.value)}
+        if self.voters(peer.head).suffice(votes, self.dead(world)):
+            after = _put(world, i, self._stands(peer, (*peer.head, lead.value)))
+            decided = world.decided | {(peer.head, lead.value)}
+            yield f"p{i} decides {lead.value} after {named(peer.head)}", after._replace(decided=decided), False
+
+    def _here(self, world: World, i: int, value: str) -> bool:
+        """Whether peer i holds the mean of a value, or somebody from whom it can fetch it."""
+        means = _mean(value)
+        return means <= world.peers[i].means or any(
+            means <= one.means for one in world.peers if one.up and not one.gone
+        )
+
+    # ------------------------------------------------------------ what must hold
+
+    def fork(self, world: World) -> str:
+        """Two values that were decided after one head, or that a majority voted for."""
+        chosen = dict(world.decided)
+        if len(chosen) < len(world.decided):
+            return "FORK"
+        tallies = dict[tuple[Head, int, str], set[int]]()
+        for ballot in world.votes:
+            tallies.setdefault(ballot[:3], set()).add(ballot.peer)
+        for (head, _, value), peers in tallies.items():
+            if 2 * len(peers) > len(self.voting(head)) and chosen.setdefault(head, value) != value:
+                return f"FORK after {named(head)}"
+        return ""
+
+    def is_good(self, world: World) -> bool:
+        """Whether somebody that stays stands on the last version; or where all leave, one is left that may go."""
+        here = [(i, peer) for i, peer in enumerate(world.peers) if peer.up and not peer.gone]
+        if self.final:
+            return any(peer.head and i in self.voting(peer.head) for i, peer in here)
+        done = [i for i, peer in here if sum(value[0] == "M" for value in peer.head) >= self.versions]
+        return any(i in self.voting(world.peers[i].head) for i in done)
+
+    def is_judged(self, world: World) -> bool:
+        """Whether an attempt is left that nobody has promised or led, at the furthest head."""
+        top = max(len(peer.head) for peer in world.peers)
+        there = [peer for peer in world.peers if len(peer.head) == top or not peer.gone]
+        return all(max(peer.record.promised, peer.record.led) < self.attempts - 1 for peer in there)
+
+
+def named(head: Head) -> str:
+    """Name of a head, in place of its digest."""
+    return ".".join(head) or "root"
+
+
+def _put(world: World, i: int, peer: Peer) -> World:
+    return world._replace(peers=(*world.peers[:i], peer, *world.peers[i + 1 :]))
+
+
+def _ahead(peer: Peer, head: Head) -> bool:
+    return peer.up and not peer.gone and len(peer.head) > len(head) and peer.head[: len(head)] == head
+
+
+def _mean(value: str) -> frozenset[str]:
+    return frozenset({value[1:].partition("|")[0]}) if value[0] == "M" else frozenset()
+
+
+def _drafter(value: str) -> int:
+    return int(value[1:].partition("|")[0])
+
+
+def _boots(value: str) -> tuple[int, ...]:
+    return tuple(map(int, value.partition("|")[2]))
+
+
+Case = Callable[[], Model[World]]
