@@ -1,18 +1,18 @@
 """The vote on the successor of each head, under crashes and restarts with the disk.
 
 Peers are numbered, and so are trainers before witnesses; each has what `diloco.protocol.vote` says a voter keeps. A
-commit is named by its place: a head is the tuple of values decided so far. A value is `V<i>`, a view commit that peer i
-drafted, or `M<x>`, a commit with the mean x; behind `|` are the boots of the voters as the drafter knew them, where half
-of the voters may decide. Messages are growing sets: each may come late, twice or never.
+commit is named by its place: a head is the tuple of values decided so far. A value is `V/<i>.<a>`, a view commit that
+peer i drafted in attempt a, or `M<x>/<i>.<a>`, a commit with the mean x; behind `|` are the boots of the voters as the
+drafter knew them, where half of the voters may decide. Messages are growing sets: each may come late, twice or never.
 
-Simpler than production: a seat gets the promises of a majority in one step, as each alone commutes with it; a sync is one
-step; who is up and stands ahead tells the others; what a peer fetches it fetches from one that is up and holds it; a
-proof of death is the truth.
+Simpler than production: a seat gets the promises of a majority in one step, as each alone commutes with it; a sync is
+one step; who is up and stands ahead tells the others; what a peer fetches it fetches from one that is up and holds it;
+a proof of death is the truth, or was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -186,7 +186,7 @@ class Agreement:
                 yield from self._decides(world, i, peer)
 
     def _restarts(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
-        back = peer._replace(up=True, boot=peer.boot + 1 if self.halves else 0, means=peer.log)
+        back = peer._replace(up=True, boot=peer.boot + 1, means=peer.log)
         if not self.commit_first and peer.head and peer.record != VoteRecord(named(peer.head)):
             back = back._replace(head=peer.head[:-1], record=VoteRecord(named(peer.head[:-1])))
         yield f"p{i} restarts", _put(world, i, back), self.forever
@@ -217,11 +217,10 @@ class Agreement:
 
     def _gathers(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
         voters, dead = self.voters(peer.head), self.dead(world)
-        for attempt in range(max(1, peer.record.led + 1), self.attempts):
-            record = peer.record.promise(attempt)
-            if record is None or self.seat(peer.head, attempt) != i or (peer.lead and peer.lead.attempt >= attempt):
+        for attempt in range(1, self.attempts):
+            may_lead = peer.record.lead(attempt) is not None and self.seat(peer.head, attempt) == i
+            if not may_lead or (peer.lead and peer.lead.attempt >= attempt):
                 continue
-            # A voter promises once: whoever asks again has the same answer.
             asked = [j for j in self.voting(peer.head) if j != i and self._promises(world.peers[j], peer.head, attempt)]
             for size in range(len(voters.boots)):
                 for some in combinations(asked, size):
@@ -229,7 +228,7 @@ class Agreement:
 
     def _promises(self, peer: Peer, head: Head, attempt: int) -> bool:
         here = peer.head == head or not self.heads_named
-        return here and peer.up and not peer.gone and peer.record.promised < attempt
+        return here and peer.up and not peer.gone and peer.record.promise(attempt) is not None
 
     def _gathered(
         self, world: World, i: int, attempt: int, some: tuple[int, ...], voters: Voters, dead: set[tuple[str, int]]
@@ -271,10 +270,11 @@ class Agreement:
             else peer.means
         )
         boots = "|" + "".join(str(one.boot) for one in world.peers) if self.halves else ""
-        means = [f"M{mean}{boots}" for mean in sorted(there - closed)]
-        views = [f"V{i}{boots}"] if self.views and not any(value[0] == "V" for value in peer.head) else []
-        mean = f"{i}{len(peer.head)}{attempt}{peer.boot if self.halves else ''}"
-        new = [f"M{mean}{boots}"] if self.anew and not world.moving and not means else []
+        drafted = f"/{i}.{attempt}{boots}"
+        means = [f"M{mean}{drafted}" for mean in sorted(there - closed)]
+        views = [f"V{drafted}"] if self.views and not any(value[0] == "V" for value in peer.head) else []
+        mean = f"{i}{len(peer.head)}{attempt}{peer.boot}"
+        new = [f"M{mean}{drafted}"] if self.anew and not world.moving and not means else []
         return (means or views + new) if self.mean_first else means + views + new
 
     def _votes(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
@@ -361,15 +361,12 @@ def _ahead(peer: Peer, head: Head) -> bool:
 
 
 def _mean(value: str) -> frozenset[str]:
-    return frozenset({value[1:].partition("|")[0]}) if value[0] == "M" else frozenset()
+    return frozenset({value[1:].partition("/")[0]}) if value[0] == "M" else frozenset()
 
 
 def _drafter(value: str) -> int:
-    return int(value[1:].partition("|")[0])
+    return int(value.partition("/")[2].partition(".")[0])
 
 
 def _boots(value: str) -> tuple[int, ...]:
     return tuple(map(int, value.partition("|")[2]))
-
-
-Case = Callable[[], Model[World]]

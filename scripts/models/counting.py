@@ -1,10 +1,10 @@
 """Exactly once (rule 9): the offers of one peer in two parts, reductions under way, and a view commit in the middle.
 
-Peer 1 contributes to several versions; of two parts the first is averaged by peer 0, the second by peer 1. What it trained
-is a set of batches, for each part those still to be counted. An offer is that set as it was when it was made. A reduction
-is whole when both parts are averaged, and a version closes with any whole one; then peer 1 takes out what was counted. A
-view commit may come at any time, and after it the seat may begin again. Peer 1 may restart: its progress is lost, which
-it reports, and its new boot trains another batch. There are no votes here: what agreement needs is in `agreement`.
+Peer 1 contributes to several versions; of two parts the first is averaged by peer 0, the second by peer 1. What it
+trained is a set of batches, for each part those still to be counted. An offer is that set as it was when it was made. A
+reduction is whole when both parts are averaged, and a version closes with any whole one; then peer 1 takes out what was
+counted. A view commit may come at any time, and after it the seat may begin again. Peer 1 may restart: its progress is
+lost, which it reports, and its new boot trains another batch. There are no votes here: those are in `agreement`.
 
 Simpler than production: there are no other contributors, no repairs and no omitted ranges.
 """

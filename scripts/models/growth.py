@@ -1,8 +1,8 @@
 """Voters grow by learners (rule 8): who has never voted is killed for good, at any moment. Does what is left go on?
 
 Peer 0 founds, the only voter, or a few old ones begin. A voter is proven once it stood on a version that it voted on. A
-learner is ripe once it was in the view of the version before. A version commit is accepted by all live voters, or by the
-proven ones alone where they are enough. It may drop dead voters.
+learner is ripe once it was in the view of the version before. A version commit is accepted by all live voters, or by
+the proven ones alone where they are enough. It may drop dead voters.
 """
 
 from __future__ import annotations
