@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.accounts.audit import Audit, audit, audit_text
-from diloco.accounts.ledger import LEDGER, Record, encode, left_off, read_ledger, sealed_line
+from diloco.accounts.ledger import LEDGER, Record, encode, left_off, read_ledger
 from diloco.accounts.replay import replay
 from diloco.base.errors import DilocoError, StateError, UsageError
+from diloco.base.sealed import sealed_line
 from diloco.base.types import Blocks, Commit, Omitted
 from diloco.outer.line import Diverged
 from diloco.storage.checkpoint import _digest, _encode, load

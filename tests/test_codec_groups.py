@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from diloco.accounts.journal import RECORDED, recordings
-from diloco.accounts.ledger import sealed_line
 from diloco.accounts.replay import Verdict, replay
 from diloco.base.errors import ConfigError, StateError
+from diloco.base.sealed import sealed_line
 from diloco.base.types import Omitted
 from diloco.compress import PayloadError, open_codecs
 from diloco.compress.bundle import MAX_CONTRIBUTIONS

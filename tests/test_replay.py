@@ -13,9 +13,9 @@ import torch
 from diloco.accounts.audit import audit, audit_text
 from diloco.accounts.books import chain_of, read_books
 from diloco.accounts.journal import RECORDED, Recorder, recordings
-from diloco.accounts.ledger import sealed_line
 from diloco.accounts.replay import Replay, Replayer, Verdict, replay, replay_text, shelve
 from diloco.base.errors import StateError, UsageError
+from diloco.base.sealed import sealed_line
 from diloco.base.types import Contribution, Omitted
 from diloco.outer.line import FINE
 from diloco.outer.state import OuterState

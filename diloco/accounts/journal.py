@@ -23,9 +23,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.accounts.ledger import Ledger, Opening, Position, Totals, open_ledger, sealed_line, unsealed
+from diloco.accounts.ledger import Ledger, Opening, Position, Totals, open_ledger
 from diloco.base.errors import StateError
 from diloco.base.files import disk, make_folders, sync_path
+from diloco.base.sealed import sealed_line, unsealed
 from diloco.base.types import Commit, Contribution, Counted
 from diloco.config.contract import Contract
 from diloco.config.site import StorageSection

@@ -34,11 +34,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast, get_type_hints
 
-from xxhash import xxh3_64_hexdigest
-
 from diloco.base import failpoints
 from diloco.base.errors import ResourceError, StateError
 from diloco.base.files import disk, make_folders, sync_path
+from diloco.base.sealed import canonical, sealed_line, unsealed
 from diloco.base.types import Commit, Member
 
 FORMAT = 1
@@ -124,14 +123,14 @@ class Record:
     def commit(self) -> Commit:
         """The commit in a ledger's `commit` record. Raises ValueError."""
         try:
-            return Commit.from_bytes(_canonical(self.fields["commit"]))
+            return Commit.from_bytes(canonical(self.fields["commit"]))
         except RecursionError as error:
             raise ValueError("its commit is in too many brackets") from error
 
     @property
     def commit_digest(self) -> str:
         """`Commit.digest` of a ledger's `commit` record, without parsing the commit (20 µs instead of 800)."""
-        return hashlib.sha256(_canonical(self.fields["commit"])).hexdigest()
+        return hashlib.sha256(canonical(self.fields["commit"])).hexdigest()
 
 
 # ---------------------------------------------------------------- the format
@@ -140,24 +139,6 @@ class Record:
 def encode(record: Record) -> bytes:
     """A record as a line of the ledger."""
     return sealed_line({**record.fields, "n": record.number, "kind": record.kind})
-
-
-def sealed_line(tree: Mapping[str, Any]) -> bytes:
-    """Canonical JSON of a ledger or recording, on a line that begins with its checksum."""
-    data = _canonical(tree)
-    return xxh3_64_hexdigest(data).encode() + b" " + data + b"\n"
-
-
-def unsealed(line: bytes) -> dict[str, Any] | None:
-    """JSON object in a ledger's or recording's line by `sealed_line` (without the line's end); None for other bytes."""
-    checksum, _, data = line.partition(b" ")
-    if checksum != xxh3_64_hexdigest(data).encode():
-        return None
-    try:
-        tree = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return tree if isinstance(tree, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +179,6 @@ def scan(data: bytes) -> Scan:
         records.append(Record(len(records), tree.pop("kind", ""), tree))
         whole_bytes += len(line) + 1
     return Scan(tuple(records), whole_bytes, len(data) - whole_bytes)
-
-
-def _canonical(tree: Any) -> bytes:
-    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
 
 def check_record(record: Record) -> None:
