@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.base.files import Disk, on_disk
-from diloco.storage.log import LOG, MeanLog, logged_mean
+from diloco.exchange.log import LOG, MeanLog, forget_means, logged_mean
 
 
 class Disks(Disk):
@@ -61,9 +61,11 @@ def test_each_rank_has_its_own_parts(tmp_path: Path) -> None:
     second.fetched(3, "d", [b"a", b"b", b"c"], (1,))
     assert logged_mean(tmp_path, 0, 3, "d") == [b"a", b"", b"c"]
     assert logged_mean(tmp_path, 1, 3, "d") == [b"", b"b", b""]
-    first.forget(3)
+    second.fetched(4, "e", [b"", b"later", b""], (1,))
+    forget_means(tmp_path, 3)
     assert logged_mean(tmp_path, 0, 3, "d") is None
-    assert logged_mean(tmp_path, 1, 3, "d") is not None
+    assert logged_mean(tmp_path, 1, 3, "d") is None
+    assert logged_mean(tmp_path, 1, 4, "e") == [b"", b"later", b""]
 
 
 def test_an_attempt_that_did_not_become_whole_goes(tmp_path: Path) -> None:
@@ -75,8 +77,10 @@ def test_an_attempt_that_did_not_become_whole_goes(tmp_path: Path) -> None:
     log.put(1, b"too")
     log.end("d")
     log.begin(5, 0, 2)
+    log.fetched(5, "e", [b"whole"], (0,))
+    log.put(0, b"goes on")
     log.drop()
-    assert [path.name for path in (tmp_path / LOG).iterdir()] == ["v00000004.a1.r0.mean"]
+    assert sorted(path.name for path in (tmp_path / LOG).iterdir()) == ["v00000004.a1.r0.mean", "v00000005.f.r0.mean"]
     assert logged_mean(tmp_path, 0, 4, "d") == [b"late", b"too"]
 
 

@@ -457,6 +457,32 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
     return LeftOff(opening["peer"], opening["contract_digest"], opening["incarnation"], version, commit, stood)
 
 
+@dataclass(frozen=True, slots=True)
+class PastVersion:
+    """A version that a peer applied in an earlier life, as its ledger has it."""
+
+    commit: Commit
+    own: bool
+    """Whether it counts that life."""
+
+
+def closed_since(directory: Path, commit: Commit | None) -> Sequence[PastVersion]:
+    """Versions that the ledger in a peer's folder ends with and that follow this commit, in order; none where the
+    ledger cannot be read, or does not lead back there."""
+    try:
+        records = read_ledger(directory / LEDGER).records
+        commits = {record.fields["digest"]: record for record in records if record.kind == "commit"}
+        digest = next((record.fields["digest"] for record in reversed(records) if "digest" in record.fields), "")
+        found = list[PastVersion]()
+        while digest in commits and (commit is None or digest != commit.digest):
+            record = commits[digest]
+            found.append(PastVersion(record.commit, record.fields["own"]))
+            digest = found[-1].commit.previous
+    except (StateError, ValueError):
+        return ()
+    return found[::-1] if commit is not None and digest == commit.digest else ()
+
+
 def _keep_leading(history: dict[int, dict[str, Mapping[str, Any]]], forks: Mapping[str, int]) -> None:
     """Take out of the history what is known not to lead to a copied state (`Ledger.adopted`)."""
     for version, digests in list(history.items()):

@@ -58,13 +58,15 @@ class Train(Decision):
 
 
 class Meet(Decision):
-    """Open a lane, and connect it to rank 0 at HOST:PORT with this key. `toward`: a member's address."""
+    """Open a lane, and connect it to rank 0 at HOST:PORT with this key. `toward`: a member's address. `folder`: where
+    the rank logs its means; empty: nowhere."""
 
     host: str
     port: int
     key: str
     name: str
     toward: str | None
+    folder: str
 
 
 class Measure(Decision):
@@ -112,6 +114,13 @@ class Restore(Decision):
 
     path: str
     digest: str
+
+
+class Redo(Decision):
+    """Apply a version again, whose mean each rank has in its log below this folder."""
+
+    commit: str
+    folder: str
 
 
 class Save(Decision):

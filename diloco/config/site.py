@@ -168,6 +168,8 @@ class StorageSection(Section):
     """Versions between checkpoints; 0: only at the end. One that is due while the last is written is left out."""
     keep: PositiveInt = 2
     """Checkpoints kept."""
+    log: bool = True
+    """Keep the means of versions since the last checkpoint on the disk: a restart goes on from the last of them."""
     record: bool = False
     """Keep the payloads of own contributions, for `diloco replay`."""
     record_versions: Annotated[int, Field(ge=0)] = 0

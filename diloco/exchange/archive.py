@@ -338,10 +338,12 @@ class Archive:
             return None
         return await self._lanes.chunk(self._numbers[digest], entry)
 
-    def take_mean(self, digest: str, parts: Sequence[bytes]) -> None:
-        """Have the lanes keep a mean that another peer gave, whole."""
-        self._lanes.keep_mean(digest, parts)
+    async def take_mean(self, closed: Closed) -> None:
+        """Have the lanes keep the mean of a version that another peer gave, whole. Waits until it is in their logs."""
+        digest = closed.commit.mean_digest
+        self._lanes.take_mean(closed.commit.version, digest, closed.parts)
         self.keep_mean(digest)
+        await self._lanes.logged(digest)
 
     def keep_mean(self, digest: str) -> None:
         """Have the lanes keep this mean, which is here whole, and forget those that nobody needs."""

@@ -23,6 +23,7 @@ from diloco.exchange.background import ExchangeTasks, settle
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes, LaneWire, RemoteLane
 from diloco.exchange.lives import Lives
+from diloco.exchange.log import MeanLog
 from diloco.exchange.missed import Fetcher
 from diloco.exchange.statesync import download, why_useless
 from diloco.exchange.terms import Terms
@@ -53,6 +54,7 @@ class Exchange(ExchangeTasks):
         loop: asyncio.AbstractEventLoop,
         on_reason: Callable[[str, bool], None] = lambda reason, routine: None,
         forks: tuple[m.Fork, ...] = (),
+        log: MeanLog | None = None,
     ) -> None:
         """`lineage` and the `forks` that led to it: the founder's own, or those of the member that welcomed us."""
         super().__init__(loop)
@@ -66,7 +68,7 @@ class Exchange(ExchangeTasks):
         """Only a copy of the state helps: this peer is too far behind to fetch missing commits, or the next version was
         made on another state than ours."""
         self._on_reason = on_reason
-        self.lane = Lane(terms.lane, link, loop)
+        self.lane = Lane(terms.lane, link, loop, log)
         self.lane.head = self
         self.lanes = Lanes(self.lane)
         rules, state = terms.rules, state_bytes(terms.lane.layout, terms.lane.optimizer)
@@ -459,6 +461,10 @@ class Exchange(ExchangeTasks):
         digest = digest_of(self._contents[part] for part in range(parts))
         self.lanes.each(Lane.seal, key, digest)
         self.archive.keep_mean(digest)
+        self._spawn(self._report_held(key, digest))
+
+    async def _report_held(self, key: tuple[int, int], digest: str) -> None:
+        await self.lanes.logged(digest)
         self._feed(m.MeanHeld(digest, *key))
 
     async def _notify_moved(self) -> None:

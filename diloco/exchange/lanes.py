@@ -189,13 +189,18 @@ class Lanes:
         else:
             method(self.own, *arguments)
 
-    def keep_mean(self, digest: str, parts: Sequence[bytes]) -> None:
+    def take_mean(self, version: int, digest: str, parts: Sequence[bytes]) -> None:
         """Keep a mean that another peer gave whole: each lane keeps the parts that it holds."""
         lanes = len(self)
-        held = [[part if p % lanes == number else b"" for p, part in enumerate(parts)] for number in range(lanes)]
-        self.own.keep_mean(digest, held[0])
-        for lane, some in zip(self.others, held[1:], strict=True):
-            lane.post(Lane.keep_mean, digest, some)
+        held = [range(number, len(parts), lanes) for number in range(lanes)]
+        some = [[part if p in own else b"" for p, part in enumerate(parts)] for own in held]
+        self.own.take_mean(version, digest, some[0], held[0])
+        for lane, mine, own in zip(self.others, some[1:], held[1:], strict=True):
+            lane.post(Lane.take_mean, version, digest, mine, own)
+
+    async def logged(self, digest: str) -> None:
+        """A mean that is here whole is in the logs of all lanes. Waits until it is on the disk."""
+        await asyncio.gather(self.own.logged(digest), *(lane.ask(Lane.logged, digest) for lane in self.others))
 
     async def mean(self, digest: str) -> Sequence[bytes] | None:
         """All encoded parts of a kept mean, gathered from the lanes; None when it is not kept."""

@@ -61,12 +61,12 @@ class Fetcher:
             try:
                 with self._asking(digest, source):
                     parts = await self._link.fetch_mean(source.address, digest, self._limits, stall_s)
-                    fits = await self._fitting([Closed(commit, parts)])
+                    fits = await self._fitting([closed := Closed(commit, parts)])
             except (_Asked, LinkDown, LinkSlow, LinkRefused):
                 continue
             if fits:
                 if digest not in self._archive.means:  # else it came from elsewhere meanwhile
-                    self._archive.take_mean(digest, parts)
+                    await self._archive.take_mean(closed)
                     self._feed(m.MeanHeld(digest))
                 return
 
@@ -105,7 +105,7 @@ class Fetcher:
             logger.warning("%s sent a mean that does not match its commit", source.peer)
         for closed in fitting:
             if closed.commit.version > self._since():  # else it closed here meanwhile
-                self._archive.take_mean(closed.commit.mean_digest, closed.parts)
+                await self._archive.take_mean(closed)
                 self._feed(m.Learned(closed.commit))
         return bool(missed) or since != self._since()  # or a version closed here meanwhile
 

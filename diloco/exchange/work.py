@@ -17,6 +17,7 @@ from diloco.base.clock import monotonic_s
 from diloco.base.hashing import content_hash
 from diloco.base.types import Closed, Contribution, Member
 from diloco.compress import Codec, PayloadError, bundle
+from diloco.exchange.log import NO_LOG, LaneLog, MeanLog
 from diloco.exchange.sending import STREAM_PAUSE_S
 from diloco.outer.average import BadTerm, check_mean, fold, max_mean_bytes
 from diloco.outer.fragments import Fragment
@@ -93,8 +94,10 @@ class LanePayloads:
         codecs: Sequence[Codec],
         max_norm_ratio: float = 0.0,
         radial: bool = False,
+        log: LaneLog = NO_LOG,
     ) -> None:
         self.begin = begin
+        self._log = log
         self.me = me
         self.fragment = fragment
         self.codecs = codecs
@@ -111,6 +114,7 @@ class LanePayloads:
         """When damage was counted last."""
         self._contributors = [counted.peer for counted in begin.contributors]
         self._assign(begin.spans)
+        log.write(MeanLog.begin, begin.version, begin.attempt, fragment.parts)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -186,6 +190,7 @@ class LanePayloads:
     def put_mean(self, part: int, payload: bytes) -> None:
         """Keep in the lane a part of the mean checked by `expects` and `check_mean`."""
         self.mean[part] = payload
+        self._log.write(MeanLog.put, part, payload)
 
     def fold(self, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
         """The encoded mean of one part of the lane that I own, in the order of the contributors, and its
@@ -207,7 +212,7 @@ class LanePayloads:
         """Keep in the lane my mean of one part; frees its contributions. False if the part has another owner by now."""
         if self.owners[part] != self.me:
             return False
-        self.mean[part] = mean
+        self.put_mean(part, mean)
         self._payloads[part] = {}
         return True
 

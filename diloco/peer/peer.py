@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco.accounts.journal import Journal
-from diloco.accounts.ledger import Opening
+from diloco.accounts.ledger import Opening, closed_since
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s, new_incarnation
-from diloco.base.decisions import Adopt, Drop, KeepLocal, Meet, Rehash, Restore, Save, Withdraw
+from diloco.base.decisions import Adopt, Drop, KeepLocal, Meet, Redo, Rehash, Restore, Save, Withdraw
 from diloco.base.errors import EvictedError, StateError
 from diloco.base.life import POLL_S, Life, Wait, answered
 from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Phase, Progress
 from diloco.exchange.engine import Exchange
+from diloco.exchange.log import forget_means
 from diloco.exchange.service import ExchangeService
 from diloco.observe.event_log import Events
 from diloco.observe.events import (
+    CheckpointWritten,
     Departure,
     Event,
     LineageReplaced,
@@ -46,7 +48,7 @@ from diloco.protocol.leases import handed_back
 from diloco.protocol.messages import Fork
 from diloco.protocol.streams import Welcome
 from diloco.round import Seconds
-from diloco.storage.checkpoint import Checkpoint
+from diloco.storage.checkpoint import Checkpoint, oldest_kept
 from diloco.storage.saving import CheckpointSchedule, book_restored, save_line
 from diloco.transport.dht import Presence
 from diloco.transport.endpoint import reachable
@@ -107,7 +109,8 @@ class Peer:
         saved = checkpoint.commit if checkpoint is not None else None
         founded_on = (*self.forks, Fork(saved.lineage, saved.tokens)) if saved is not None else ()
         forks = welcome.forks if welcome else founded_on
-        self.exchange = Exchange(me, terms, link, lineage, welcome is None, loop, self._on_reason, forks)
+        log = rank.log(directory, self._warn)
+        self.exchange = Exchange(me, terms, link, lineage, welcome is None, loop, self._on_reason, forks, log)
         self.address = ""
         opening = Opening(
             peer=name,
@@ -119,7 +122,7 @@ class Peer:
             resumed=checkpoint is not None,
         )
         self.journal = Journal(opening, self.line, directory, self.site.storage, self._warn)
-        self.keeper = CheckpointSchedule(self.publish, events.emit, self._begin_save)
+        self.keeper = CheckpointSchedule(self._saved, events.emit, self._begin_save)
         self.void_tokens = 0
         """Tokens of all peers, committed on lineages that we followed and that ended."""
         self.progress = Progress()
@@ -173,6 +176,7 @@ class Peer:
             checkpoint = self._checkpoint
             yield from self.do(Restore(str(checkpoint.path.resolve()), checkpoint.digest), checkpoint)
             book_restored(self.line, checkpoint)
+            yield from self._redo()
             self.journal.trained_tokens = self.line.trained.tokens
             if self.line.commit is not None:
                 self.ending.on_commit(self.line.commit, copied=True)
@@ -199,11 +203,35 @@ class Peer:
         self._presence = self.endpoint.appear(self.exchange)
         self.events.emit(Listening(self.address, self.ticket))
 
+    def _redo(self) -> Life[None]:
+        """Apply again the versions since the checkpoint: commits are in the ledger, and means in the logs of the ranks.
+
+        Where one of them counts the life that applied it, the progress of the checkpoint goes: it is what was counted.
+        """
+        later = closed_since(self.directory, self.line.commit) if self.directory is not None else ()
+        for step in later:
+            if step.own:
+                yield from self.do(Drop())
+                book_drop(self.line)
+                self.line.trained.blocks = 0  # the lease begins behind those that were counted
+            commit = step.commit
+            if commit.fragment >= 0:
+                try:
+                    expect(self.line, commit)
+                except Diverged as error:
+                    self._warn(f"{error}: going on from the one before")
+                    return
+                yield from self.do(Redo(commit.to_bytes().decode(), str(self.directory)))
+                if not self.rank.redone:
+                    return
+                book(self.line, commit, None)
+            self.line.commit = commit
+
     def _meet_ranks(self, toward: str | None) -> tuple[str, ...]:
         """Have the other ranks of the island open their lanes. Returns the addresses where those listen."""
         island, key = self.island, secrets.token_bytes(32)
         listener = island.listen(key)
-        island.decide(Meet(island.host, listener.port, key.hex(), self.name, toward))
+        island.decide(Meet(island.host, listener.port, key.hex(), self.name, toward, str(self.directory or "")))
         self.exchange.assign(listener.wires(lanes_of(self.site, island) - 1, self.site.timeouts.collective_s))
         self.exchange.lane.hold(self.line.state)
         island.all(True)
@@ -415,6 +443,11 @@ class Peer:
         self.journal.close()
 
     # ------------------------------------------------------------ checkpoints
+
+    def _saved(self, event: CheckpointWritten) -> None:
+        if self.directory is not None:
+            forget_means(self.directory, oldest_kept(self.rank.folder, event.version, self.site.storage.keep))
+        self.publish(event)
 
     def _begin_save(self) -> Any:
         groups, about = save_line(self.line, self.contract)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import LaneService, RemoteExchange
+from diloco.exchange.log import MeanLog, logged_mean
 from diloco.exchange.work import SteppedVersion
 from diloco.inner.meter import Throughput
 from diloco.island import Island
@@ -37,6 +40,7 @@ from diloco.transport.address import join_address, split_address
 from diloco.transport.endpoint import Runtime, reachable
 from diloco.transport.sockets import SocketCounter
 
+logger = logging.getLogger(__name__)
 LANE_PORTS = 100
 """Above that of rank 0 are those of the other ranks; the peer directory's is the next one, usually."""
 
@@ -89,6 +93,8 @@ class PeerRank:
         self.subscribers: list[Callable[[Event], None]] = []
         self.caused: list[Event] = []
         """Told since somebody took them."""
+        self.redone = False
+        """Whether the last `Redo` found its mean in the logs of all ranks."""
         self.val_loss: float | None = None
         """Held-out loss of the last `Evaluate`."""
         self._lane: Lane | None = None
@@ -151,6 +157,8 @@ class PeerRank:
 
                 restore_line(line, opened)
                 self.trains.restore(opened)
+            case d.Redo():
+                yield from self._redo(decision)
             case d.Save():
                 self.save_part(local=decision.local)
             case d.Publish():
@@ -186,6 +194,18 @@ class PeerRank:
             self._lane.measured(sent.contribution)
         self.island.all(True)  # have it, too, before anybody asks for it
 
+    def _redo(self, how: d.Redo) -> Life[None]:
+        commit, parts = Commit.from_bytes(how.commit.encode()), None
+        if self.island.rank < self.lanes:
+            with suppress(OSError):
+                parts = logged_mean(Path(how.folder), self.island.rank, commit.version, commit.mean_digest)
+        else:  # it holds no parts
+            parts = [b""] * self.line.layout.fragments[commit.fragment].parts
+        self.redone = self.island.all(parts is not None)
+        if self.redone and parts is not None:
+            version = SteppedHere(self.line, Closed(commit, parts))
+            yield from apply(self.line, version, d.Apply(how.commit, False, False), {})
+
     def _hold(self) -> None:
         """This rank's lane gets the line's position before any rank goes on."""
         if self._lane is not None and self._first is not None and self._runtime is not None:
@@ -217,16 +237,21 @@ class PeerRank:
         self.line.peer = how.name
         address = ""
         if self.island.rank < self.lanes:
-            address = self._open_lane((how.host, how.port), bytes.fromhex(how.key), how.toward)
+            address = self._open_lane(how)
         self._hold()
         self.island.gather(address)
 
-    def _open_lane(self, rank_0: tuple[str, int], key: bytes, toward: str | None) -> str:
-        site = self.site
+    def log(self, folder: Path | None, warn: Callable[[str], None]) -> MeanLog | None:
+        """This rank's log below the folder of its peer, if there is one; `warn` gets sentences."""
+        return MeanLog(folder, self.island.rank, warn) if folder is not None and self.site.storage.log else None
+
+    def _open_lane(self, how: d.Meet) -> str:
+        site, rank_0, toward = self.site, (how.host, how.port), how.toward
         runtime = self._runtime = self.open_runtime()
         terms = lane_terms(self.contract, site, self.line.layout, self.island.size)
-        lane = self._lane = Lane(terms, runtime.link, runtime.loop)
-        self._first = RemoteExchange(self.island.call(rank_0, key), lane, runtime.loop)
+        log = self.log(Path(how.folder) if how.folder else None, logger.warning)
+        lane = self._lane = Lane(terms, runtime.link, runtime.loop, log)
+        self._first = RemoteExchange(self.island.call(rank_0, bytes.fromhex(how.key)), lane, runtime.loop)
         host, port = split_address(site.network.listen)
         own = port + LANE_PORTS + self.island.rank if port else 0
         served = runtime.serve(LaneService(lane), join_address(host, own))

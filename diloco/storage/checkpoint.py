@@ -253,6 +253,12 @@ def latest(directory: Path) -> Path | None:
     return next((path for _, path in _checkpoints(directory)), None)
 
 
+def oldest_kept(directory: Path, version: int, keep: int) -> int:
+    """Version of the oldest of the `keep` newest checkpoints up to this version; -1 when there is none."""
+    versions = sorted(found for found, _ in _checkpoints(directory) if found <= version)
+    return versions[-keep:][0] if versions else -1
+
+
 def latest_version(directory: Path) -> int:
     """Version of the newest checkpoint in `directory`, not verified; 0: there is none."""
     return next((version for version, _ in _checkpoints(directory)), 0)

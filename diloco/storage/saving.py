@@ -148,8 +148,10 @@ class _Begun:
 class CheckpointSchedule:
     """Schedule of a peer's checkpoints on rank 0: begins each when the last is complete, and publishes its event."""
 
-    def __init__(self, publish: Emit, remark: Emit, begin: Callable[[], Future[Written]]) -> None:
-        """`publish` takes an event of the run, `remark` one of this process. `begin`: all ranks begin a checkpoint."""
+    def __init__(
+        self, publish: Callable[[CheckpointWritten], None], remark: Emit, begin: Callable[[], Future[Written]]
+    ) -> None:
+        """`publish` takes the event of a checkpoint, `remark` one of this process. `begin`: all ranks begin one."""
         self._publish, self._remark, self._begin = publish, remark, begin
         self._begun: _Begun | None = None
 

@@ -1,4 +1,4 @@
-"""The threads that write a simulated peer's checkpoints: one for each rank."""
+"""The threads that write a simulated peer's checkpoints and logs: one of each for each rank."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from diloco.simulate.virtual.ranks.threads import Died
 from diloco.storage.saving import Saver
 
 if TYPE_CHECKING:
+    from diloco.exchange.lane import Lane
     from diloco.simulate.virtual.process import SimulatedProcess
 
 WRITING_SHARE = 0.4
@@ -98,3 +99,27 @@ class SimulatedSaving:
         elif (writing := self._saver._writing) is not None:
             self._begins()
             self._process.ranks.wait_for(writing)
+
+
+class SimulatedLog:
+    """Writes the log of a simulated lane: at once, but a sync that is late ends later, and holds up nothing else."""
+
+    def __init__(self, process: SimulatedProcess, lane: Lane) -> None:
+        self._process, self._busy_until_s = process, 0.0
+        lane._log._thread = self  # type: ignore[assignment]
+
+    def submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Do this after all that was submitted before."""
+        process, done = self._process, Future[None]()
+        with process.disk.beside() as late:
+            work(*arguments)
+        now_s = process.world.now
+        self._busy_until_s = max(self._busy_until_s, now_s) + late.pop()
+        if self._busy_until_s > now_s:
+            process.loop.call_later(self._busy_until_s - now_s, done.set_result, None)
+        else:
+            done.set_result(None)
+        return done
+
+    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
+        """Nothing is left to end."""

@@ -10,7 +10,8 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -113,6 +114,16 @@ class SimulatedDisk:
         """Seconds that syncs took since the last call: whoever asked for them has to wait so long."""
         owed_s, self._owed_s = self._owed_s, 0.0
         return owed_s
+
+    @contextmanager
+    def beside(self) -> Iterator[list[float]]:
+        """What is done meanwhile another thread does. In the end the list has the seconds that its syncs take."""
+        before_s, late = self.owed(), list[float]()
+        try:
+            yield late
+        finally:
+            late.append(self.owed())
+            self._owed_s = before_s
 
     def _note(self, path: Path, status: os.stat_result) -> None:
         if stat.S_ISDIR(status.st_mode):

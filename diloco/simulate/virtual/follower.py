@@ -16,7 +16,7 @@ from diloco.outer.fragments import Weights
 from diloco.outer.line import Line
 from diloco.peer.rank import PeerRank, PeerTraining
 from diloco.run.door import Entrance, Parts, open_run
-from diloco.simulate.virtual.checkpoints import SimulatedSaving
+from diloco.simulate.virtual.checkpoints import SimulatedLog, SimulatedSaving
 from diloco.simulate.virtual.endpoint import NoSockets, SimulatedRuntime
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.plans.setup import RPC_S, noises
@@ -99,6 +99,7 @@ class SimulatedFollower:
         self.process.world.network.listen(self)
         lane = self.lane
         assert lane is not None
+        SimulatedLog(self.process, lane)
         failed = lane.failed
 
         def on_failed(error: BaseException) -> None:

@@ -99,8 +99,14 @@ class SimulatedProgress:
         """The life begins, with what its line has."""
         self.trained = self.tokens
         if self.journal.opening.resumed:
-            saved = self.host.records.resumed()
+            saved, redone, gone = self.host.records.resumed()
             self.residuals = [residual.clone() for residual in saved.residuals]
+            for commit in redone:
+                if commit.fragment >= 0:
+                    self._fade(commit)
+            if gone:
+                self.restored([["0"] * len(masks) for masks in self.uncommitted], 0)
+                self.trained = 0
         self._check("its beginning")
 
     def train(self, tokens: int, block: int = -1) -> dict[str, Tensor]:

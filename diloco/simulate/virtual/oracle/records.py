@@ -7,7 +7,7 @@ apart. A life that resumes must have what the checkpoint's own life had.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -148,6 +148,7 @@ class SimulatedRecords:
         if progress.exact and not error <= TOLERANCE * (1 + true.abs().max().item()):
             raise Violation("I5", f"{self._process.name}: the {what} is off by {error:.2g}")
 
+<<<<<<< HEAD
     def found(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
         """I5: a life that begins with its disk has found this checkpoint there. Returns it."""
         disk = self._process.disk
@@ -158,12 +159,19 @@ class SimulatedRecords:
 
     def resumed(self) -> SavedProgress:
         """I5: a simulated life begins with what the newest checkpoint's own life had. Returns that."""
+=======
+    def resumed(self) -> tuple[SavedProgress, list[Commit], bool]:
+        """I5: a simulated life begins with what the newest checkpoint's own life had, and the versions that it applied
+        since, as far as its log has them. Returns that, those versions, and whether the progress is gone: it may go
+        where one of them counts this peer."""
+>>>>>>> 59e5adb (State is checkpoint and log: means are on the disk before a vote, and a restart applies them again)
         process = self._process
         assert process.progress is not None
         line, disk = process.line, process.disk
         if line.state.version < disk.durable:
             what = f"resumes from version {line.state.version}, and its disk has one of version {disk.durable}"
             raise Violation("I5", f"{process.name} {what}")
+<<<<<<< HEAD
         commit = line.commit.digest if line.commit is not None else ""
         if commit in disk.void and not (disk.refusals or disk.damaged):  # else the ledger may lack what was copied
             raise Violation("I5", f"{process.name} resumes from version {line.state.version} of a lineage that is void")
@@ -178,6 +186,39 @@ class SimulatedRecords:
         if not same:
             raise Violation("I5", f"{process.name} resumes with other progress than its tokens stand for")
         return same[-1]
+=======
+        at, redone = line.commit, list[Commit]()
+        begun = self._begun_at(line.state.version, at)
+        while True:  # the newest may have been begun and never completed
+            for saved, gone in self._fitting(begun, redone):
+                return saved, redone[::-1], gone
+            if at is None:
+                break
+            redone.append(at)
+            at = process.world.invariants.commits.get(at.previous)
+            begun = self._begun_at(at.version, at) if at is not None else []
+        what = f"{line.trained.tokens} tokens and {line.trained.blocks} blocks of progress"
+        raise Violation("I5", f"{process.name} resumes at version {line.state.version} with {what}, which none saved")
+
+    def _begun_at(self, version: int, commit: Commit | None) -> list[SavedProgress]:
+        """Checkpoints that were begun on a commit."""
+        digest = commit.digest if commit is not None else ""
+        return [one for one in self._process.disk.saved if (one.version, one.commit) == (version, digest)]
+
+    def _fitting(self, begun: list[SavedProgress], redone: list[Commit]) -> Iterator[tuple[SavedProgress, bool]]:
+        """Checkpoints from which the life may have begun, after it applied `redone` again; and whether the progress in
+        it went, as that may be what they count."""
+        process = self._process
+        assert process.progress is not None
+        line, pieces = process.line, tuple(map(tuple, process.progress.uncommitted))
+        found = (line.trained.tokens, line.trained.blocks)
+        counted = any(entry.peer == process.name for one in redone for entry in one.counted)
+        gone = counted and found == (0, 0) and not line.remainder
+        for one in reversed(begun):
+            alike = one.pieces == pieces and (gone or (one.tokens, one.blocks) == found)
+            if alike and (redone or one.state == line.state.digest):
+                yield one, gone
+>>>>>>> 59e5adb (State is checkpoint and log: means are on the disk before a vote, and a restart applies them again)
 
     # ------------------------------------------------------------ the ledger
 

@@ -13,16 +13,21 @@ which 27 ms is the sync.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Concatenate, ParamSpec
 
 from diloco.base.files import disk, make_folders, sync_path
 from diloco.base.sealed import checksum_of, sealed_line, unsealed
+from diloco.base.threads import one_thread
+
+P = ParamSpec("P")
 
 LOG = "log"
 MAX_LINE_BYTES = 2**26
@@ -99,12 +104,14 @@ class MeanLog:
                 self._file, self._refused = None, False
 
     def fetched(self, version: int, digest: str, parts: Sequence[bytes], held: Collection[int]) -> None:
-        """Log the parts `held` here of a mean that was fetched whole, and make them durable."""
-        self.drop()
+        """Log the parts `held` here of a mean that was fetched whole, and make them durable. The one that was begun
+        stays as it is."""
+        begun, self._file = self._file, None
         self._begin("f", version, len(parts))
         for part in held:
             self.put(part, parts[part])
         self.end(digest)
+        self._file = begun
 
     def drop(self) -> None:
         """Take a mean that did not become whole out of the log."""
@@ -113,13 +120,6 @@ class MeanLog:
             file.close()
             with suppress(OSError):
                 file.path.unlink()
-
-    def forget(self, version: int) -> None:
-        """Take the means of this version and those before it out of the log: a checkpoint has them."""
-        for path in _paths(self._folder, self._rank):
-            if _version_of(path) <= version:
-                with suppress(OSError):
-                    path.unlink()
 
     def _begin(self, kind: str, version: int, parts: int) -> None:
         with self._unless_refused():
@@ -138,6 +138,14 @@ class MeanLog:
             self.drop()
 
 
+def forget_means(directory: Path, version: int) -> None:
+    """Take the means of this version and those before it out of the logs of all ranks: a checkpoint has them."""
+    for path in _paths(directory / LOG):
+        if _version_of(path) <= version:
+            with suppress(OSError):
+                path.unlink()
+
+
 def logged_mean(directory: Path, rank: int, version: int, digest: str) -> list[bytes] | None:
     """Parts of a mean that a rank has in its log, those of other ranks empty. None: it is not there, whole and as it
     was written. Raises OSError."""
@@ -147,9 +155,11 @@ def logged_mean(directory: Path, rank: int, version: int, digest: str) -> list[b
     return None
 
 
-def _paths(folder: Path, rank: int) -> list[Path]:
+def _paths(folder: Path, rank: int | None = None) -> list[Path]:
+    """Files of one rank's log, or of all."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [path for path in paths if (match := _NAME.fullmatch(path.name)) and int(match[2]) == rank]
+    named = [(path, match) for path in paths if (match := _NAME.fullmatch(path.name))]
+    return [path for path, match in named if rank is None or int(match[2]) == rank]
 
 
 def _version_of(path: Path) -> int:
@@ -189,3 +199,50 @@ def _frame(file: BinaryIO, file_bytes: int) -> tuple[int, bytes] | None:
     if len(payload) < size or (part != _END and checksum_of(payload) != checksum):
         return None
     return part, payload
+
+
+# ---------------------------------------------------------------- on a thread of its own
+
+
+class LaneLog:
+    """Writes a lane's means to its rank's log, in order. Methods are for the loop's thread."""
+
+    def __init__(self, log: MeanLog | None, failed: Callable[[BaseException], None]) -> None:
+        """`log`: None: means stay in memory. `failed`: told of an error that is not the disk's, on the log's thread."""
+        self._log, self._failed = log, failed
+        self._thread = one_thread("log")
+        self._whole: dict[str, Future[None]] = {}
+        """Means that are on their way to the disk, by digest."""
+
+    def write(self, how: Callable[Concatenate[MeanLog, P], None], *args: P.args, **named: P.kwargs) -> None:
+        """Write to the lane's log after all that was to be written before."""
+        if self._log is not None:
+            self._thread.submit(self._written, self._log, lambda log: how(log, *args, **named))
+
+    def complete(
+        self, digest: str, how: Callable[Concatenate[MeanLog, P], None], *args: P.args, **named: P.kwargs
+    ) -> None:
+        """Write what makes a mean in the lane's log whole; `durable` tells when it is on the disk."""
+        if self._log is not None:
+            work = lambda log: how(log, *args, **named)  # noqa: E731
+            self._whole[digest] = self._thread.submit(self._written, self._log, work)
+
+    def _written(self, log: MeanLog, how: Callable[[MeanLog], None]) -> None:
+        try:
+            how(log)
+        except BaseException as error:  # the thread's edge: a disk that refuses is none
+            self._failed(error)
+
+    async def durable(self, digest: str) -> None:
+        """Wait until a mean that is whole in the lane's log is on the disk, or that disk has refused it."""
+        writing = self._whole.pop(digest, None)
+        if writing is not None:
+            await asyncio.wrap_future(writing)
+
+    def stop(self) -> None:
+        """End the thread of the lane's log once it has written what it is about to."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+NO_LOG = LaneLog(None, lambda error: None)
+"""Of a lane whose means stay in memory."""
