@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from diloco.base.files import Disk, on_disk
-from diloco.exchange.log import LOG, MeanLog, forget_means, logged_mean
+from diloco.exchange.log import LOG, DiskLog, forget_means, logged_mean
 
 
 class Disks(Disk):
-    """A disk that refuses when it is told to, and counts syncs of files."""
+    """A disk that refuses or hangs when it is told to, and counts syncs of files."""
 
     def __init__(self) -> None:
         self.full, self.syncs = False, 0
+        self.free = threading.Event()
+        self.free.set()
 
     def append(self, descriptor: int, path: Path, data: bytes) -> None:
+        self.free.wait(10.0)
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         super().append(descriptor, path, data)
@@ -35,82 +40,144 @@ def counted() -> Iterator[Disks]:
         yield made
 
 
-def logged(folder: Path, warnings: list[str], rank: int = 0) -> MeanLog:
-    return MeanLog(folder, rank, warnings.append)
+def log_in(folder: Path, rank: int = 0, life: int = 1) -> tuple[DiskLog, list[str]]:
+    warnings = list[str]()
+    return DiskLog(folder, rank, life, warnings.append), warnings
+
+
+def durable(log: DiskLog, digest: str) -> bool:
+    return asyncio.run(log.durable(digest))
+
+
+def read(folder: Path, digest: str, parts: int = 2, version: int = 7, rank: int = 0) -> list[bytes] | None:
+    return logged_mean(folder, rank, version, digest, parts, range(parts))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / LOG).iterdir())
 
 
 def test_a_whole_mean_comes_back_in_the_order_of_its_parts(tmp_path: Path, counted: Disks) -> None:
-    log = logged(tmp_path, [])
-    log.begin(7, 0, 3)
-    log.put(2, b"two")
-    log.put(0, b"once")
-    log.put(0, b"zero")  # a repair took the first away
-    log.put(1, b"")
-    assert logged_mean(tmp_path, 0, 7, "d") is None
-    log.end("d")
+    log, _ = log_in(tmp_path)
+    draft = log.begin(7)
+    draft.put(2, b"two")
+    draft.put(0, b"zero")
+    draft.put(1, b"")
+    draft.end("d")
+    assert durable(log, "d")
     assert counted.syncs == 1
-    assert logged_mean(tmp_path, 0, 7, "d") == [b"zero", b"", b"two"]
-    assert logged_mean(tmp_path, 0, 7, "e") is None
-    assert logged_mean(tmp_path, 0, 8, "d") is None
-    assert logged_mean(tmp_path, 1, 7, "d") is None
+    assert read(tmp_path, "d", 3) == [b"zero", b"", b"two"]
+    assert read(tmp_path, "e", 3) is None
+    assert read(tmp_path, "d", 3, version=8) is None
+    assert read(tmp_path, "d", 4) is None
 
 
-def test_each_rank_has_its_own_parts(tmp_path: Path) -> None:
-    first, second = logged(tmp_path, []), logged(tmp_path, [], rank=1)
-    first.fetched(3, "d", [b"a", b"b", b"c"], (0, 2))
-    second.fetched(3, "d", [b"a", b"b", b"c"], (1,))
-    assert logged_mean(tmp_path, 0, 3, "d") == [b"a", b"", b"c"]
-    assert logged_mean(tmp_path, 1, 3, "d") == [b"", b"b", b""]
-    second.fetched(4, "e", [b"", b"later", b""], (1,))
-    forget_means(tmp_path, 3)
-    assert logged_mean(tmp_path, 0, 3, "d") is None
-    assert logged_mean(tmp_path, 1, 3, "d") is None
-    assert logged_mean(tmp_path, 1, 4, "e") == [b"", b"later", b""]
+def test_a_repair_brings_another_mean_and_both_are_there(tmp_path: Path) -> None:
+    log, _ = log_in(tmp_path)
+    draft = log.begin(7)
+    draft.put(0, b"a")
+    draft.put(1, b"b")
+    draft.end("first")
+    draft.put(1, b"c")
+    draft.end("second")
+    draft.drop()
+    assert durable(log, "second")
+    assert (read(tmp_path, "first"), read(tmp_path, "second")) == ([b"a", b"b"], [b"a", b"c"])
 
 
-def test_an_attempt_that_did_not_become_whole_goes(tmp_path: Path) -> None:
-    log = logged(tmp_path, [])
-    log.begin(4, 0, 2)
-    log.put(0, b"early")
-    log.begin(4, 1, 2)
-    log.put(0, b"late")
-    log.put(1, b"too")
-    log.end("d")
-    log.begin(5, 0, 2)
-    log.fetched(5, "e", [b"whole"], (0,))
-    log.put(0, b"goes on")
-    log.drop()
-    assert sorted(path.name for path in (tmp_path / LOG).iterdir()) == ["v00000004.a1.r0.mean", "v00000005.f.r0.mean"]
-    assert logged_mean(tmp_path, 0, 4, "d") == [b"late", b"too"]
+def test_parts_that_other_ranks_logged_are_found(tmp_path: Path) -> None:
+    """Also where the island has another number of ranks by now."""
+    for rank in (0, 1):
+        log, _ = log_in(tmp_path, rank)
+        log.fetched(3, "d", [b"a", b"b", b"c"], range(rank, 3, 2))
+        assert durable(log, "d")
+    assert logged_mean(tmp_path, 0, 3, "d", 3, (0, 2)) == [b"a", b"", b"c"]
+    assert logged_mean(tmp_path, 1, 3, "d", 3, (1,)) == [b"", b"b", b""]
+    assert logged_mean(tmp_path, 0, 3, "d", 3, range(3)) == [b"a", b"b", b"c"]
+    assert logged_mean(tmp_path, 5, 3, "d", 3, ()) == [b"", b"", b""]
 
 
-def test_a_file_that_is_cut_or_changed_anywhere_gives_nothing(tmp_path: Path) -> None:
-    log = logged(tmp_path, [])
-    log.fetched(3, "d", [b"first", b"second"], (0, 1))
+def test_another_life_takes_nothing_away(tmp_path: Path) -> None:
+    first, _ = log_in(tmp_path, life=1)
+    first.fetched(7, "d", [b"x", b"y"], (0, 1))
+    assert durable(first, "d")
+    second, _ = log_in(tmp_path, life=2)
+    draft = second.begin(7)
+    draft.put(0, b"other")
+    draft.drop()
+    second.fetched(7, "e", [b"v", b"w"], (0, 1))
+    assert durable(second, "e")
+    assert (read(tmp_path, "d"), read(tmp_path, "e")) == ([b"x", b"y"], [b"v", b"w"])
+    assert len(names(tmp_path)) == 2  # what was dropped is gone
+    forget_means(tmp_path, 6)
+    assert len(names(tmp_path)) == 2
+    forget_means(tmp_path, 7)
+    assert names(tmp_path) == []
+
+
+def test_what_is_dropped_or_comes_late_goes_nowhere(tmp_path: Path, counted: Disks) -> None:
+    """A part of an attempt that is over must not go into the next one's mean, nor hold memory on a disk that hangs."""
+    log, _ = log_in(tmp_path)
+    counted.free.clear()
+    old = log.begin(7)
+    for part in range(4):
+        old.put(part, bytes(100))
+    old.drop()
+    assert not old._payloads
+    new = log.begin(7)
+    new.put(0, b"a")
+    old.put(0, b"late")
+    new.put(1, b"b")
+    new.end("d")
+    counted.free.set()
+    assert durable(log, "d")
+    assert read(tmp_path, "d") == [b"a", b"b"]
+    assert names(tmp_path) == ["v00000007.1-2.r0.mean"]
+
+
+def test_a_file_that_is_cut_or_changed_anywhere_gives_nothing_wrong(tmp_path: Path) -> None:
+    log, _ = log_in(tmp_path)
+    log.fetched(7, "d", [b"first", b"second"], (0, 1))
+    assert durable(log, "d")
     path = next((tmp_path / LOG).iterdir())
     whole = path.read_bytes()
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
-        assert logged_mean(tmp_path, 0, 3, "d") is None, size
+        assert read(tmp_path, "d") is None, size
     for at in range(len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        assert logged_mean(tmp_path, 0, 3, "d") in (None, [b"first", b"second"]), at
+        assert read(tmp_path, "d") in (None, [b"first", b"second"]), at
     path.write_bytes(whole)
-    assert logged_mean(tmp_path, 0, 3, "d") == [b"first", b"second"]
+    assert read(tmp_path, "d") == [b"first", b"second"]
 
 
 def test_a_full_disk_is_a_warning_and_the_next_mean_is_logged(tmp_path: Path, counted: Disks) -> None:
-    warnings = list[str]()
-    log = logged(tmp_path, warnings)
-    log.begin(4, 0, 1)
+    log, warnings = log_in(tmp_path)
     counted.full = True
-    log.put(0, b"lost")
-    log.put(0, b"lost")
-    log.end("d")
-    log.fetched(5, "e", [b"lost"], (0,))
+    for digest in ("d", "e"):
+        log.fetched(7, digest, [b"lost", b"lost"], (0, 1))
+        assert not durable(log, digest)
     assert len(warnings) == 1
     assert "no mean in the log: No space left on device" in warnings[0]
-    assert not list((tmp_path / LOG).iterdir())
     counted.full = False
-    log.fetched(6, "f", [b"kept"], (0,))
-    assert logged_mean(tmp_path, 0, 6, "f") == [b"kept"]
+    log.fetched(7, "f", [b"kept", b"kept"], (0, 1))
+    assert durable(log, "f")
+    assert len(names(tmp_path)) == 1
+    log.stop()
+    assert durable(log, "unknown")
+
+
+def test_who_waits_may_be_cancelled_and_others_not(tmp_path: Path, counted: Disks) -> None:
+    log, _ = log_in(tmp_path)
+    counted.free.clear()
+    log.fetched(7, "d", [b"x", b"y"], (0, 1))
+
+    async def both() -> bool:
+        first, second = asyncio.create_task(log.durable("d")), asyncio.create_task(log.durable("d"))
+        await asyncio.sleep(0)
+        first.cancel()
+        counted.free.set()
+        return await second
+
+    assert asyncio.run(both())
+    assert read(tmp_path, "d") == [b"x", b"y"]

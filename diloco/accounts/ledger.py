@@ -462,8 +462,8 @@ class PastVersion:
     """A version that a peer applied in an earlier life, as its ledger has it."""
 
     commit: Commit
-    own: bool
-    """Whether it counts that life."""
+    state: str
+    """Digest of the state after it."""
 
 
 def closed_since(directory: Path, commit: Commit | None) -> Sequence[PastVersion]:
@@ -476,7 +476,7 @@ def closed_since(directory: Path, commit: Commit | None) -> Sequence[PastVersion
         found = list[PastVersion]()
         while digest in commits and (commit is None or digest != commit.digest):
             record = commits[digest]
-            found.append(PastVersion(record.commit, record.fields["own"]))
+            found.append(PastVersion(record.commit, record.fields["state"]))
             digest = found[-1].commit.previous
     except (StateError, ValueError):
         return ()

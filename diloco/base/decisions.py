@@ -117,10 +117,13 @@ class Restore(Decision):
 
 
 class Redo(Decision):
-    """Apply a version again, whose mean each rank has in its log below this folder."""
+    """Apply a version again, whose mean each rank has in a log below this folder. `drops`: without its progress, which
+    may be what the version counts."""
 
     commit: str
     folder: str
+    name: str
+    drops: bool
 
 
 class Save(Decision):

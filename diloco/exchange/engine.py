@@ -23,11 +23,11 @@ from diloco.exchange.background import ExchangeTasks, settle
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes, LaneWire, RemoteLane
 from diloco.exchange.lives import Lives
-from diloco.exchange.log import MeanLog
+from diloco.exchange.log import LaneLog
 from diloco.exchange.missed import Fetcher
 from diloco.exchange.statesync import download, why_useless
 from diloco.exchange.terms import Terms
-from diloco.outer.average import digest_of
+from diloco.exchange.work import MeanContents
 from diloco.outer.state import OuterState, state_bytes
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
@@ -54,7 +54,7 @@ class Exchange(ExchangeTasks):
         loop: asyncio.AbstractEventLoop,
         on_reason: Callable[[str, bool], None] = lambda reason, routine: None,
         forks: tuple[m.Fork, ...] = (),
-        log: MeanLog | None = None,
+        log: LaneLog | None = None,
     ) -> None:
         """`lineage` and the `forks` that led to it: the founder's own, or those of the member that welcomed us."""
         super().__init__(loop)
@@ -76,8 +76,7 @@ class Exchange(ExchangeTasks):
         self.hasher = one_thread("hash")  # of states that joiners ask for
         self._fetcher = Fetcher(terms, link, self.machine, self.archive, self._feed)
         self.lives = Lives(link, terms.timing)
-        self._contents: dict[int, bytes] = {}
-        """Hashes of the parts of the mean that is being made."""
+        self._contents = MeanContents()
         self.moved = asyncio.Condition()
         """Notified when an attempt, a version or the state has changed."""
         self._copying = asyncio.Lock()
@@ -393,7 +392,7 @@ class Exchange(ExchangeTasks):
     # ------------------------------------------------------------ reducing
 
     def _begin(self, begin: m.Begin) -> None:
-        self._contents = {}
+        self._contents = MeanContents()
         machine, rules, key = self.machine, self.terms.rules, (begin.version, begin.attempt)
         header = StreamHeader(rules.run, rules.contract, machine.lineage, machine.me, Kind.CONTRIBUTION, *key, 0)
         number = self.archive.number_at(begin.version - 1)
@@ -405,9 +404,7 @@ class Exchange(ExchangeTasks):
         before = self.lane.owners()
         self.lanes.each(Lane.repair, repair)
         after = self.lane.owners()
-        self._contents = {
-            part: content for part, content in self._contents.items() if after.get(part) == before.get(part)
-        }
+        self._contents.take_out([part for part in self._contents if after.get(part) != before.get(part)])
         self._spawn(self._notify_moved())
 
     # ------------------------------------------------------------ events of the lanes (LaneEvents)
@@ -458,14 +455,14 @@ class Exchange(ExchangeTasks):
         if self.lane.key != key or len(self._contents) < parts:
             return  # a repair took parts away: they come once more
         failpoints.hit("after-mean")
-        digest = digest_of(self._contents[part] for part in range(parts))
+        digest = self._contents.seal(parts)
         self.lanes.each(Lane.seal, key, digest)
         self.archive.keep_mean(digest)
-        self._spawn(self._report_held(key, digest))
+        self._spawn(self._report_held(key, digest, self._contents))
 
-    async def _report_held(self, key: tuple[int, int], digest: str) -> None:
-        await self.lanes.logged(digest)
-        self._feed(m.MeanHeld(digest, *key))
+    async def _report_held(self, key: tuple[int, int], digest: str, contents: MeanContents) -> None:
+        await self.lanes.logged(digest)  # a repair may take parts away meanwhile
+        self._feed(m.MeanHeld(digest, *key) if contents.sealed == digest else m.MeanHeld(digest))
 
     async def _notify_moved(self) -> None:
         async with self.moved:

@@ -21,7 +21,7 @@ from diloco.base.threads import condition, one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member
 from diloco.compress import PayloadError
 from diloco.exchange.background import ExchangeTasks
-from diloco.exchange.log import LaneLog, MeanLog
+from diloco.exchange.log import LaneLog
 from diloco.exchange.outlets import MovedBytes, Outlets, Precedence, encoded
 from diloco.exchange.sending import MAX_STREAM_TRIES, Key, PartSender
 from diloco.exchange.terms import LaneTerms
@@ -42,10 +42,11 @@ copied state all parts come first, and rank 0 may have them faster than it passe
 class Lane(ExchangeTasks):
     """The lane of one rank. Methods are for the loop's thread, but for those that say otherwise."""
 
-    def __init__(self, terms: LaneTerms, link: Link, loop: asyncio.AbstractEventLoop, log: MeanLog | None = None):
+    def __init__(self, terms: LaneTerms, link: Link, loop: asyncio.AbstractEventLoop, log: LaneLog | None = None):
         """`log`: of this rank; None: means stay in memory."""
         super().__init__(loop)
-        self.terms, self._log = terms, LaneLog(log, partial(self._call, self.failed))
+        self.terms, self._log = terms, log or LaneLog()
+        self._log.failed = partial(self._call, self.failed)
         self.head: LaneEvents | None = None
         self.work: LanePayloads | None = None
         # Folds have a thread of their own: others wait for what we average, nobody for what we step.
@@ -158,7 +159,8 @@ class Lane(ExchangeTasks):
         self.drop()
         terms, me = self.terms, header.sender.peer
         piece = terms.layout.fragments[fragment]
-        work = self.work = LanePayloads(begin, me, piece, terms.codecs, terms.max_norm_ratio, terms.radial, self._log)
+        draft = self._log.begin(begin.version)
+        work = self.work = LanePayloads(begin, me, piece, terms.codecs, terms.max_norm_ratio, terms.radial, draft)
         self._header = header
         self.sender.keep(begin.receivers)
         self._precedence = Precedence(terms.stall_s / 4)  # streams of an attempt before this hold up nobody
@@ -190,8 +192,9 @@ class Lane(ExchangeTasks):
                 outlets.end()
         self._outlets = []
         self._end_contribution()
+        if self.work is not None:
+            self.work.draft.drop()
         self.work = None
-        self._log.write(MeanLog.drop)
 
     def _end_contribution(self) -> None:
         for stream in self._contributing:
@@ -221,19 +224,20 @@ class Lane(ExchangeTasks):
 
     def seal(self, key: Key, digest: str) -> None:
         """Keep this lane's parts of a mean that is complete on all lanes together, under its digest."""
-        parts = self.work.whole() if self.work is not None and self.work.key == key else None
-        if parts is not None:
-            self._log.complete(digest, MeanLog.end, digest)
+        work = self.work
+        parts = work.whole() if work is not None and work.key == key else None
+        if work is not None and parts is not None:
+            work.draft.end(digest)
             self.keep_mean(digest, parts)
 
     def take_mean(self, version: int, digest: str, parts: Sequence[bytes], held: Collection[int]) -> None:
         """Keep a mean that was fetched in this lane. Of `parts` only those that are `held` here need be there."""
-        self._log.complete(digest, MeanLog.fetched, version, digest, parts, held)
+        self._log.fetched(version, digest, parts, held)
         self.keep_mean(digest, parts)
 
-    async def logged(self, digest: str) -> None:
-        """Wait until a mean that was sealed or taken in this lane is on the disk."""
-        await self._log.durable(digest)
+    async def logged(self, digest: str) -> bool:
+        """Whether a mean that was sealed or taken in this lane is on the disk. Waits until it is, or was refused."""
+        return await self._log.durable(digest)
 
     def keep_mean(self, digest: str, parts: Sequence[bytes]) -> None:
         """Keep a mean in this lane under its digest; of `parts` only those that the lane holds need be there."""

@@ -198,9 +198,10 @@ class Lanes:
         for lane, mine, own in zip(self.others, some[1:], held[1:], strict=True):
             lane.post(Lane.take_mean, version, digest, mine, own)
 
-    async def logged(self, digest: str) -> None:
-        """A mean that is here whole is in the logs of all lanes. Waits until it is on the disk."""
-        await asyncio.gather(self.own.logged(digest), *(lane.ask(Lane.logged, digest) for lane in self.others))
+    async def logged(self, digest: str) -> bool:
+        """Whether a mean that is here whole is in the logs of all lanes. Waits until it is on the disk, or refused."""
+        others = (lane.ask(Lane.logged, digest) for lane in self.others)
+        return all(await asyncio.gather(self.own.logged(digest), *others))
 
     async def mean(self, digest: str) -> Sequence[bytes] | None:
         """All encoded parts of a kept mean, gathered from the lanes; None when it is not kept."""

@@ -1,14 +1,13 @@
-"""The log of one rank of a peer: encoded means of versions since the last checkpoint. State = checkpoint + log.
+"""The log of one rank of a peer: encoded means of versions since its last checkpoints. State = checkpoint + log.
 
-    <directory>/log/v00000012.a0.r0.mean    the mean of version 12, as rank 0 had it from attempt 0; `f`: it was fetched
+    <directory>/log/v00000012.5f2c9a7e11-3.r0.mean    a mean of version 12: life, count and rank of who logged it
 
-    header    checksum and JSON on a line: version, rank, parts of the fragment
     frames    number, size and xxh3-64 of a part, and its payload, as the parts came; the latest of each counts
-    end       a frame without a number: checksum and JSON on a line, with the digest of the mean and the parts held here
+    end       a frame without a number: checksum and JSON on a line, with the digest of the mean and the parts before it
 
 A part is written when it is here, for a disk is faster than the link that it came over; one sync at the end makes the
-mean durable. What lacks its end was never whole, and is of no use. Measured on ext4 with 16 MB in 16 parts: 31 ms, of
-which 27 ms is the sync.
+mean durable. A repair may take parts away and bring others: another end follows. A file without an end was never whole.
+Measured on ext4 with 16 MB in 16 parts: 31 ms, of which 27 ms is the sync.
 """
 
 from __future__ import annotations
@@ -17,232 +16,304 @@ import asyncio
 import os
 import re
 import struct
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Concatenate, ParamSpec
 
 from diloco.base.files import disk, make_folders, sync_path
 from diloco.base.sealed import checksum_of, sealed_line, unsealed
 from diloco.base.threads import one_thread
 
-P = ParamSpec("P")
-
 LOG = "log"
-MAX_LINE_BYTES = 2**26
-"""Longest header or end: five million parts."""
+SYNC_BYTES = 2**26
+"""A mean is synced whenever so much of it was written, so that little is left for its end."""
+MAX_REMEMBERED = 16
+"""Means of which a lane knows whether they are on the disk."""
 _FRAME = struct.Struct("<IQQ")
 _END = 0xFFFFFFFF
-_NAME = re.compile(r"v(\d{8,18})\.(?:a\d{1,9}|f)\.r(\d{1,9})\.mean")
+_NAME = re.compile(r"v(\d{8,18})\.[0-9a-f]{1,16}-\d{1,9}\.r(\d{1,9})\.mean")
+
+
+# ---------------------------------------------------------------- on the log's thread
 
 
 class MeanFile:
-    """A mean that is being written to a rank's log. Every method raises OSError."""
+    """A mean that is being written to a rank's log. Every method but `drop` raises OSError."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, in place of another one of that name."""
+        """Nothing is there before the first part."""
         self.path = path
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o644)
+        self._descriptor = -1
         self._held: set[int] = set()
-
-    def begin(self, version: int, rank: int, parts: int) -> None:
-        """Write the header of a mean of so many parts to the log."""
-        self._append(sealed_line({"version": version, "rank": rank, "parts": parts}))
+        self._unsynced_bytes = 0
+        self._ended = False
 
     def put(self, part: int, payload: bytes) -> None:
         """Write a part of the mean to the log; one that was there before counts no longer."""
+        if self._descriptor < 0:
+            self._create()
         self._append(_FRAME.pack(part, len(payload), checksum_of(payload)))
         self._append(payload)
         self._held.add(part)
+        if self._unsynced_bytes > SYNC_BYTES:
+            self._sync()
 
     def end(self, digest: str) -> None:
-        """End the log's file of a mean that is whole. It is on the disk when this returns."""
+        """End the mean in the log: it is whole, and on the disk when this returns."""
+        if self._descriptor < 0:
+            self._create()
         line = sealed_line({"mean": digest, "held": sorted(self._held)})
         self._append(_FRAME.pack(_END, len(line), 0) + line)
-        disk().sync(self._descriptor, self.path)
-        sync_path(self.path.parent)
-        self.close()
+        self._sync()
+        self._ended = True
 
-    def close(self) -> None:
-        """Close the log's file as it is."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    def drop(self) -> None:
+        """Write no more to the log's file. What never was whole goes."""
+        descriptor, self._descriptor = self._descriptor, -1
+        with suppress(OSError):
+            if descriptor >= 0:
+                os.close(descriptor)
+            if not self._ended:
+                self.path.unlink(missing_ok=True)
+
+    def _create(self) -> None:
+        make_folders(self.path.parent)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(self.path, flags, 0o644)
+        sync_path(self.path.parent)
 
     def _append(self, data: bytes) -> None:
         disk().append(self._descriptor, self.path, data)
+        self._unsynced_bytes += len(data)
+
+    def _sync(self) -> None:
+        disk().sync(self._descriptor, self.path)
+        self._unsynced_bytes = 0
 
 
-class MeanLog:
-    """Writer of the log of one rank of a peer, for one thread. A disk that refuses ends no training: the mean is left
-    out, with a warning, and a restart goes on from before it."""
+# ---------------------------------------------------------------- on the loop's thread
 
-    def __init__(self, directory: Path, rank: int, warn: Callable[[str], None]) -> None:
-        """`directory`: the folder of the peer, where all ranks of an island have their logs."""
-        self._folder, self._rank, self._warn = directory / LOG, rank, warn
-        self._file: MeanFile | None = None
-        self._refused = False
 
-    def begin(self, version: int, attempt: int, parts: int) -> None:
-        """Begin to log the mean of an attempt. One that was begun before, and did not become whole, goes."""
-        self.drop()
-        self._begin(f"a{attempt}", version, parts)
+class MeanDraft:
+    """A mean that is being made in a lane without a log: it stays in memory."""
 
     def put(self, part: int, payload: bytes) -> None:
-        """Log a part of the mean that was begun."""
-        if self._file is not None:
-            with self._unless_refused():
-                self._file.put(part, payload)
+        """Log a part of the mean."""
 
     def end(self, digest: str) -> None:
-        """Make the mean that was begun durable: it is whole."""
-        if self._file is not None:
-            with self._unless_refused():
-                self._file.end(digest)
-                self._file, self._refused = None, False
-
-    def fetched(self, version: int, digest: str, parts: Sequence[bytes], held: Collection[int]) -> None:
-        """Log the parts `held` here of a mean that was fetched whole, and make them durable. The one that was begun
-        stays as it is."""
-        begun, self._file = self._file, None
-        self._begin("f", version, len(parts))
-        for part in held:
-            self.put(part, parts[part])
-        self.end(digest)
-        self._file = begun
+        """Log that the mean is whole. `LaneLog.durable` tells when it is on the disk."""
 
     def drop(self) -> None:
-        """Take a mean that did not become whole out of the log."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-            with suppress(OSError):
-                file.path.unlink()
+        """Log no more of it: another attempt begins, or the version has closed."""
 
-    def _begin(self, kind: str, version: int, parts: int) -> None:
-        with self._unless_refused():
-            make_folders(self._folder)
-            self._file = MeanFile(self._folder / f"v{version:08d}.{kind}.r{self._rank}.mean")
-            self._file.begin(version, self._rank, parts)
 
-    @contextmanager
-    def _unless_refused(self) -> Iterator[None]:
+class LoggedDraft(MeanDraft):
+    """A mean on its way into a lane's log. What is dropped is written no more, and takes no memory."""
+
+    def __init__(self, log: DiskLog, file: MeanFile) -> None:
+        self._log, self._file = log, file
+        self._closed = self._refused = False
+        self._payloads: deque[tuple[int, bytes]] = deque()
+        """Parts that are still to be written, and belong to no mean that is whole."""
+
+    def put(self, part: int, payload: bytes) -> None:
+        if not self._closed:
+            payloads = self._payloads
+            payloads.append((part, payload))
+            self._log.submit(lambda: self._write(payloads))
+
+    def end(self, digest: str) -> None:
+        if not self._closed:
+            self._payloads = deque()
+            self._log.remember(digest, self._log.submit(lambda: self._ended(digest)))
+
+    def drop(self) -> None:
+        self._payloads.clear()
+        self.close()
+
+    def close(self) -> None:
+        """Log no more of it than it has."""
+        if not self._closed:
+            self._closed = True
+            self._log.submit(self._file.drop)
+
+    def _write(self, payloads: deque[tuple[int, bytes]]) -> None:
+        with suppress(IndexError):  # it was dropped meanwhile
+            part, payload = payloads.popleft()
+            self._unless_refused(lambda: self._file.put(part, payload))
+
+    def _ended(self, digest: str) -> bool:
+        self._unless_refused(lambda: self._file.end(digest))
+        if not self._refused:
+            self._log.taken()
+        return not self._refused
+
+    def _unless_refused(self, write: Callable[[], None]) -> None:
         try:
-            yield
-        except OSError as error:
             if not self._refused:
-                self._warn(f"no mean in the log: {error.strerror}; training goes on, and a restart from before it")
+                write()
+        except OSError as error:
             self._refused = True
-            self.drop()
+            self._log.refused(error)
+
+
+class LaneLog:
+    """The log of a lane's means, where there is none: they stay in memory."""
+
+    failed: Callable[[BaseException], None]
+    """Told of an error that is not the disk's."""
+
+    def begin(self, version: int) -> MeanDraft:
+        """Begin to log a mean of this version."""
+        return MeanDraft()
+
+    def fetched(self, version: int, digest: str, parts: Sequence[bytes], held: Collection[int]) -> None:
+        """Log the parts `held` here of a mean that was fetched whole."""
+
+    async def durable(self, digest: str) -> bool:
+        """Whether a mean that is whole here is on the disk. Waits until it is, or the disk has refused it."""
+        return True
+
+    def stop(self) -> None:
+        """Write no more to the lane's log, once what was begun is there."""
+
+
+class DiskLog(LaneLog):
+    """The log of a lane's means on a disk, by a thread of its own: no disk holds up an event loop.
+
+    A disk that refuses ends no training: the mean is left out, with a warning, and a restart goes on from before it.
+    """
+
+    def __init__(self, directory: Path, rank: int, life: int, warn: Callable[[str], None]) -> None:
+        """`directory`: the peer's folder, where all ranks of an island have their logs. `life`: no other life of this
+        rank has the same."""
+        self._folder, self._rank, self._life, self._warn = directory / LOG, rank, life, warn
+        self._thread = one_thread("log")
+        self._count = 0
+        self._full = self._stopped = False
+        self._whole: dict[str, Future[object]] = {}
+        """Means that are whole, by digest: whether the disk has them."""
+
+    def begin(self, version: int) -> LoggedDraft:
+        self._count += 1
+        name = f"v{version:08d}.{self._life:x}-{self._count}.r{self._rank}.mean"
+        return LoggedDraft(self, MeanFile(self._folder / name))
+
+    def fetched(self, version: int, digest: str, parts: Sequence[bytes], held: Collection[int]) -> None:
+        draft = self.begin(version)
+        for part in held:
+            draft.put(part, parts[part])
+        draft.end(digest)
+        draft.close()
+
+    async def durable(self, digest: str) -> bool:
+        whole = self._whole.get(digest)
+        return whole is None or bool(await asyncio.shield(asyncio.wrap_future(whole)))
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._thread.shutdown(wait=False)
+
+    def submit(self, work: Callable[[], object]) -> Future[object]:
+        """Have the log's thread do this, after all that came before."""
+
+        def done() -> object:
+            try:
+                return work()
+            except BaseException as error:  # the thread's edge
+                self.failed(error)
+                return False
+
+        if not self._stopped:
+            return self._thread.submit(done)
+        ended = Future[object]()
+        ended.set_result(False)
+        return ended
+
+    def remember(self, digest: str, whole: Future[object]) -> None:
+        """Know of a mean in the lane's log whether it is on the disk."""
+        self._whole[digest] = whole
+        for old in list(self._whole)[:-MAX_REMEMBERED]:
+            del self._whole[old]
+
+    def taken(self) -> None:
+        """The disk has taken a mean of the lane. On the log's thread."""
+        self._full = False
+
+    def refused(self, error: OSError) -> None:
+        """The disk refuses a mean of the lane: there is one warning until it takes one. On the log's thread."""
+        if not self._full:
+            self._warn(f"no mean in the log: {error.strerror}; training goes on, and a restart from before it")
+        self._full = True
+
+
+# ---------------------------------------------------------------- what a restart reads
 
 
 def forget_means(directory: Path, version: int) -> None:
-    """Take the means of this version and those before it out of the logs of all ranks: a checkpoint has them."""
-    for path in _paths(directory / LOG):
-        if _version_of(path) <= version:
-            with suppress(OSError):
-                path.unlink()
+    """Take the means of this version and those before it out of the logs of all ranks: checkpoints have them."""
+    with suppress(OSError):
+        for path, _ in _files(directory / LOG):
+            if _version_of(path) <= version:
+                path.unlink(missing_ok=True)
 
 
-def logged_mean(directory: Path, rank: int, version: int, digest: str) -> list[bytes] | None:
-    """Parts of a mean that a rank has in its log, those of other ranks empty. None: it is not there, whole and as it
-    was written. Raises OSError."""
-    for path in _paths(directory / LOG, rank):
-        if _version_of(path) == version and (parts := _read(path, digest)) is not None:
-            return parts
-    return None
+def logged_mean(
+    directory: Path, rank: int, version: int, digest: str, parts: int, wanted: Collection[int]
+) -> list[bytes] | None:
+    """The `wanted` of so many parts of a mean, from the logs of all ranks, that of `rank` first; the others are empty.
+    None: they are not all there as they were written. Raises OSError."""
+    files = [(path, number) for path, number in _files(directory / LOG) if _version_of(path) == version]
+    found: dict[int, bytes] = {}
+    for path, _ in sorted(files, key=lambda file: file[1] != rank):
+        missing = {part for part in wanted if part not in found}
+        if not missing:
+            break
+        found |= _read(path, digest, missing)
+    if any(part not in found for part in wanted):
+        return None
+    return [found.get(part, b"") for part in range(parts)]
 
 
-def _paths(folder: Path, rank: int | None = None) -> list[Path]:
-    """Files of one rank's log, or of all."""
+def _files(folder: Path) -> list[tuple[Path, int]]:
+    """Files of the logs of all ranks, each with its rank."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    named = [(path, match) for path in paths if (match := _NAME.fullmatch(path.name))]
-    return [path for path, match in named if rank is None or int(match[2]) == rank]
+    return [(path, int(match[2])) for path in paths if (match := _NAME.fullmatch(path.name))]
 
 
 def _version_of(path: Path) -> int:
     return int(path.name[1:].partition(".")[0])
 
 
-def _read(path: Path, digest: str) -> list[bytes] | None:
-    with path.open("rb") as file:
-        header = unsealed(file.readline(MAX_LINE_BYTES).removesuffix(b"\n"))
-        count = header.get("parts") if header is not None else None
-        if type(count) is not int or not 0 <= count <= MAX_LINE_BYTES:
-            return None
-        parts: list[bytes] = [b""] * count
-        held = set[int]()
-        size = path.stat().st_size
-        while (frame := _frame(file, size)) is not None:
-            part, payload = frame
-            if part == _END:
-                end = unsealed(payload.removesuffix(b"\n"))
-                whole = end is not None and end.get("mean") == digest and end.get("held") == sorted(held)
-                return parts if whole else None
-            if part >= count:
-                return None
-            parts[part] = payload
+def _read(path: Path, digest: str, wanted: Collection[int]) -> Mapping[int, bytes]:
+    """Those of the wanted parts that a file has of a mean; none where it has no such mean, whole and unchanged."""
+    payloads: dict[int, bytes] = {}
+    held = set[int]()
+    for part, payload in _frames(path):
+        if part != _END:
             held.add(part)
-    return None
+            if part in wanted:
+                payloads[part] = payload
+            continue
+        end = unsealed(payload.removesuffix(b"\n"))
+        if end is None:
+            break
+        if end.get("mean") == digest and end.get("held") == sorted(held):
+            return payloads
+    return {}
 
 
-def _frame(file: BinaryIO, file_bytes: int) -> tuple[int, bytes] | None:
-    head = file.read(_FRAME.size)
-    if len(head) < _FRAME.size:
-        return None
-    part, size, checksum = _FRAME.unpack(head)
-    if size > file_bytes:
-        return None
-    payload = file.read(size)
-    if len(payload) < size or (part != _END and checksum_of(payload) != checksum):
-        return None
-    return part, payload
-
-
-# ---------------------------------------------------------------- on a thread of its own
-
-
-class LaneLog:
-    """Writes a lane's means to its rank's log, in order. Methods are for the loop's thread."""
-
-    def __init__(self, log: MeanLog | None, failed: Callable[[BaseException], None]) -> None:
-        """`log`: None: means stay in memory. `failed`: told of an error that is not the disk's, on the log's thread."""
-        self._log, self._failed = log, failed
-        self._thread = one_thread("log")
-        self._whole: dict[str, Future[None]] = {}
-        """Means that are on their way to the disk, by digest."""
-
-    def write(self, how: Callable[Concatenate[MeanLog, P], None], *args: P.args, **named: P.kwargs) -> None:
-        """Write to the lane's log after all that was to be written before."""
-        if self._log is not None:
-            self._thread.submit(self._written, self._log, lambda log: how(log, *args, **named))
-
-    def complete(
-        self, digest: str, how: Callable[Concatenate[MeanLog, P], None], *args: P.args, **named: P.kwargs
-    ) -> None:
-        """Write what makes a mean in the lane's log whole; `durable` tells when it is on the disk."""
-        if self._log is not None:
-            work = lambda log: how(log, *args, **named)  # noqa: E731
-            self._whole[digest] = self._thread.submit(self._written, self._log, work)
-
-    def _written(self, log: MeanLog, how: Callable[[MeanLog], None]) -> None:
-        try:
-            how(log)
-        except BaseException as error:  # the thread's edge: a disk that refuses is none
-            self._failed(error)
-
-    async def durable(self, digest: str) -> None:
-        """Wait until a mean that is whole in the lane's log is on the disk, or that disk has refused it."""
-        writing = self._whole.pop(digest, None)
-        if writing is not None:
-            await asyncio.wrap_future(writing)
-
-    def stop(self) -> None:
-        """End the thread of the lane's log once it has written what it is about to."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-NO_LOG = LaneLog(None, lambda error: None)
-"""Of a lane whose means stay in memory."""
+def _frames(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Frames of a file, up to the first that is not as it was written."""
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        while len(head := file.read(_FRAME.size)) == _FRAME.size:
+            part, size, checksum = _FRAME.unpack(head)
+            if size > size_bytes:
+                return
+            payload = file.read(size)
+            if len(payload) < size or (part != _END and checksum_of(payload) != checksum):
+                return
+            yield part, payload

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,9 +17,9 @@ from diloco.base.clock import monotonic_s
 from diloco.base.hashing import content_hash
 from diloco.base.types import Closed, Contribution, Member
 from diloco.compress import Codec, PayloadError, bundle
-from diloco.exchange.log import NO_LOG, LaneLog, MeanLog
+from diloco.exchange.log import MeanDraft
 from diloco.exchange.sending import STREAM_PAUSE_S
-from diloco.outer.average import BadTerm, check_mean, fold, max_mean_bytes
+from diloco.outer.average import BadTerm, check_mean, digest_of, fold, max_mean_bytes
 from diloco.outer.fragments import Fragment
 from diloco.outer.optimizers import Stepping
 from diloco.outer.state import FragmentState
@@ -94,10 +94,10 @@ class LanePayloads:
         codecs: Sequence[Codec],
         max_norm_ratio: float = 0.0,
         radial: bool = False,
-        log: LaneLog = NO_LOG,
+        draft: MeanDraft | None = None,
     ) -> None:
-        self.begin = begin
-        self._log = log
+        """`draft`: of the mean in the lane's log."""
+        self.begin, self.draft = begin, draft or MeanDraft()
         self.me = me
         self.fragment = fragment
         self.codecs = codecs
@@ -114,7 +114,6 @@ class LanePayloads:
         """When damage was counted last."""
         self._contributors = [counted.peer for counted in begin.contributors]
         self._assign(begin.spans)
-        log.write(MeanLog.begin, begin.version, begin.attempt, fragment.parts)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -190,7 +189,7 @@ class LanePayloads:
     def put_mean(self, part: int, payload: bytes) -> None:
         """Keep in the lane a part of the mean checked by `expects` and `check_mean`."""
         self.mean[part] = payload
-        self._log.write(MeanLog.put, part, payload)
+        self.draft.put(part, payload)
 
     def fold(self, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
         """The encoded mean of one part of the lane that I own, in the order of the contributors, and its
@@ -246,3 +245,21 @@ class LanePayloads:
 
     def _elements(self, part: int) -> int:
         return self.fragment.size_of(part)
+
+
+class MeanContents(dict[int, bytes]):
+    """Hashes of the parts of the mean that is being made, in all lanes of this peer, by number."""
+
+    sealed = ""
+    """Digest of the mean, while it is whole."""
+
+    def take_out(self, parts: Iterable[int]) -> None:
+        """A repair has given these parts of the lanes' mean to others: they come once more."""
+        for part in parts:
+            del self[part]
+            self.sealed = ""
+
+    def seal(self, parts: int) -> str:
+        """Digest of the lanes' mean, of which all parts are here."""
+        self.sealed = digest_of(self[part] for part in range(parts))
+        return self.sealed

@@ -10,6 +10,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -86,9 +87,11 @@ class Peer:
         checkpoint: Checkpoint | None = None,
         data: str = "",
         directory: Path | None = None,
+        redoes: bool = True,
     ) -> None:
         """`data`: fingerprint of the training data, when leases say who trains on which block of it. `directory`:
-        where ledger and checkpoints go, if anywhere. `checkpoint`: to go on from."""
+        where ledger, log and checkpoints go, if anywhere. `checkpoint`: to go on from; `redoes`: and from the versions
+        since, as far as the log has them."""
         self.rank, self.endpoint, self.events, self.chronicle = rank, endpoint, events, chronicle
         self.contract, self.site, self.island = rank.contract, rank.site, rank.island
         self.line, self.counter = rank.line, rank.counter
@@ -99,16 +102,14 @@ class Peer:
             self.contract, self.site, self.line.layout, self.line.layout.digest, data, self.island.size
         )
         self.ending = RunEnd.of(self.contract, terms.rules.policy.max_peers)
-        self._checkpoint = checkpoint
+        self._checkpoint, self._redoes = checkpoint, redoes
         welcome = endpoint.welcome
         me = Member(name, new_incarnation(), "")
         lineage = welcome.lineage if welcome else lineage_of(me, self.contract.digest)
         link, loop = endpoint.runtime.link, endpoint.runtime.loop
-        self.forks = forks_of(checkpoint) if checkpoint is not None else ()
+        self.forks: tuple[Fork, ...] = ()
         """Lineages that led to that of the line's commit."""
-        saved = checkpoint.commit if checkpoint is not None else None
-        founded_on = (*self.forks, Fork(saved.lineage, saved.tokens)) if saved is not None else ()
-        forks = welcome.forks if welcome else founded_on
+        forks = welcome.forks if welcome else ()
         log = rank.log(directory, self._warn)
         self.exchange = Exchange(me, terms, link, lineage, welcome is None, loop, self._on_reason, forks, log)
         self.address = ""
@@ -173,14 +174,13 @@ class Peer:
         IncompatibleError (other model).
         """
         if self._checkpoint is not None:
-            checkpoint = self._checkpoint
-            yield from self.do(Restore(str(checkpoint.path.resolve()), checkpoint.digest), checkpoint)
-            book_restored(self.line, checkpoint)
-            yield from self._redo()
+            yield from self._restore(self._checkpoint)
+            if self._redoes and self.directory is not None:
+                yield from self._redo(self._checkpoint, self.directory)
             self.journal.trained_tokens = self.line.trained.tokens
-            if self.line.commit is not None:
-                self.ending.on_commit(self.line.commit, copied=True)
         network, welcome = self.site.network, self.endpoint.welcome
+        if welcome is None and (commit := self.line.commit) is not None:
+            self.exchange.machine.founds_on((*self.forks, Fork(commit.lineage, commit.tokens)))
         if welcome is not None:
             check_alike(welcome, self.exchange.terms.layout_digest, self.exchange.terms.data)
         self.journal.opened(self.contract)  # before anybody hears of this life
@@ -203,29 +203,44 @@ class Peer:
         self._presence = self.endpoint.appear(self.exchange)
         self.events.emit(Listening(self.address, self.ticket))
 
-    def _redo(self) -> Life[None]:
+    def _restore(self, checkpoint: Checkpoint) -> Life[None]:
+        """Go on from a checkpoint."""
+        yield from self.do(Restore(str(checkpoint.path.resolve()), checkpoint.digest), checkpoint)
+        book_restored(self.line, checkpoint)
+        self.forks = forks_of(checkpoint)
+        if self.line.commit is not None:
+            self.ending.on_commit(self.line.commit, copied=True)
+
+    def _redo(self, checkpoint: Checkpoint, directory: Path) -> Life[None]:
         """Apply again the versions since the checkpoint: commits are in the ledger, and means in the logs of the ranks.
 
-        Where one of them counts the life that applied it, the progress of the checkpoint goes: it is what was counted.
+        Where one of them counts this peer, the progress of the checkpoint goes: it may be what was counted.
         """
-        later = closed_since(self.directory, self.line.commit) if self.directory is not None else ()
-        for step in later:
-            if step.own:
-                yield from self.do(Drop())
-                book_drop(self.line)
-                self.line.trained.blocks = 0  # the lease begins behind those that were counted
-            commit = step.commit
-            if commit.fragment >= 0:
-                try:
-                    expect(self.line, commit)
-                except Diverged as error:
-                    self._warn(f"{error}: going on from the one before")
-                    return
-                yield from self.do(Redo(commit.to_bytes().decode(), str(self.directory)))
-                if not self.rank.redone:
-                    return
-                book(self.line, commit, None)
-            self.line.commit = commit
+        line = self.line
+        for past in closed_since(directory, line.commit):
+            commit, before = past.commit, line.commit
+            if commit.fragment < 0:
+                self._found_again(before, commit)
+                continue
+            drops = any(counted.peer == self.name for counted in commit.counted)
+            yield from self.do(Redo(commit.to_bytes().decode(), str(directory.resolve()), self.name, drops))
+            if not self.rank.redone:
+                return
+            if drops:
+                book_drop(line)
+                line.trained.blocks = 0  # the lease begins behind those that were counted
+            book(line, commit, None)
+            if line.state.digest != past.state:
+                self._warn(f"the log makes another state of version {commit.version}: going on from the checkpoint")
+                yield from self._restore(checkpoint)
+                return
+            self.ending.on_commit(commit)
+
+    def _found_again(self, before: Commit | None, commit: Commit) -> None:
+        """A founding closed: it moves no anchor, and may be of another lineage."""
+        if before is not None and before.lineage != commit.lineage:
+            self.forks = (*self.forks, Fork(before.lineage, before.tokens))
+        self.line.commit = commit
 
     def _meet_ranks(self, toward: str | None) -> tuple[str, ...]:
         """Have the other ranks of the island open their lanes. Returns the addresses where those listen."""
@@ -329,9 +344,7 @@ class Peer:
         failpoints.hit("before-outer")
         offered, mine = line.sent is not None, None  # else an entry of our name is that of an earlier life
         if commit.fragment < 0:  # a founding moves no anchor: what was sent stays what it is
-            if before is not None and before.lineage != commit.lineage:
-                self.forks = (*self.forks, Fork(before.lineage, before.tokens))
-            line.commit = commit
+            self._found_again(before, commit)
         else:
             mine = expect(line, commit)
             state_unused = False  # whether the outer step may be made in the buffers of the state before
@@ -445,8 +458,9 @@ class Peer:
     # ------------------------------------------------------------ checkpoints
 
     def _saved(self, event: CheckpointWritten) -> None:
-        if self.directory is not None:
-            forget_means(self.directory, oldest_kept(self.rank.folder, event.version, self.site.storage.keep))
+        if self.directory is not None and self.site.storage.log:
+            with suppress(OSError):
+                forget_means(self.directory, oldest_kept(self.rank.folder, event.version, self.site.storage.keep))
         self.publish(event)
 
     def _begin_save(self) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from diloco.base import decisions as d
+from diloco.base.clock import new_incarnation
 from diloco.base.life import Life
 from diloco.base.types import Closed, Commit
 from diloco.compress import PayloadError
@@ -20,7 +21,7 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import LaneService, RemoteExchange
-from diloco.exchange.log import MeanLog, logged_mean
+from diloco.exchange.log import DiskLog, LaneLog, logged_mean
 from diloco.exchange.work import SteppedVersion
 from diloco.inner.meter import Throughput
 from diloco.island import Island
@@ -195,16 +196,17 @@ class PeerRank:
         self.island.all(True)  # have it, too, before anybody asks for it
 
     def _redo(self, how: d.Redo) -> Life[None]:
-        commit, parts = Commit.from_bytes(how.commit.encode()), None
-        if self.island.rank < self.lanes:
-            with suppress(OSError):
-                parts = logged_mean(Path(how.folder), self.island.rank, commit.version, commit.mean_digest)
-        else:  # it holds no parts
-            parts = [b""] * self.line.layout.fragments[commit.fragment].parts
+        line, commit, parts = self.line, Commit.from_bytes(how.commit.encode()), None
+        line.peer, fragment = how.name, line.layout.fragments[commit.fragment]
+        with suppress(OSError):
+            at, digest, wanted = commit.version, commit.mean_digest, fragment.cuts
+            parts = logged_mean(Path(how.folder), self.island.rank, at, digest, fragment.parts, wanted)
         self.redone = self.island.all(parts is not None)
         if self.redone and parts is not None:
-            version = SteppedHere(self.line, Closed(commit, parts))
-            yield from apply(self.line, version, d.Apply(how.commit, False, False), {})
+            if how.drops:
+                drop(line)
+            version = SteppedHere(line, Closed(commit, parts))
+            yield from apply(line, version, d.Apply(how.commit, False, False), {})
 
     def _hold(self) -> None:
         """This rank's lane gets the line's position before any rank goes on."""
@@ -241,9 +243,12 @@ class PeerRank:
         self._hold()
         self.island.gather(address)
 
-    def log(self, folder: Path | None, warn: Callable[[str], None]) -> MeanLog | None:
-        """This rank's log below the folder of its peer, if there is one; `warn` gets sentences."""
-        return MeanLog(folder, self.island.rank, warn) if folder is not None and self.site.storage.log else None
+    def log(self, folder: Path | None, warn: Callable[[str], None]) -> LaneLog | None:
+        """This rank's log below the folder of its peer, where checkpoints are, too; `warn` gets sentences."""
+        storage = self.site.storage
+        if folder is None or not (storage.log and storage.checkpoint_every):
+            return None
+        return DiskLog(folder.resolve(), self.island.rank, new_incarnation(), warn)
 
     def _open_lane(self, how: d.Meet) -> str:
         site, rank_0, toward = self.site, (how.host, how.port), how.toward

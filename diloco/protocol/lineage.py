@@ -153,6 +153,10 @@ class Lineage:
         self._post.leave_lineage(envelope.lineage, beat.forks, others)
         self._post.emit(m.Resync(envelope.sender, discarded))
 
+    def founds_on(self, forks: tuple[m.Fork, ...]) -> None:
+        """These lineages led to the one that this peer is to found."""
+        self.forks = forks
+
     # ------------------------------------------------------------ moving on
 
     def adopt(self, commit: Commit) -> None:

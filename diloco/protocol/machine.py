@@ -310,6 +310,10 @@ class Machine:
         """Tell others from now on that this peer listens at that address."""
         self._membership.listen_at(address)
 
+    def founds_on(self, forks: tuple[m.Fork, ...]) -> None:
+        """Found the lineage on the state of another one. `forks`: lineages that led there, that one the last."""
+        self._lineage.founds_on(forks)
+
     # ------------------------------------------------------------ sequences of several roles
 
     def _on_tick(self, event: m.Tick) -> None:

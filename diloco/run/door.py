@@ -156,6 +156,8 @@ class Entrance:
     listeners: Sequence[Callable[[Stamped], None]] = ()
     stop: Callable[[], bool] = lambda: False
     """Whether this peer is asked to leave."""
+    named: bool = False
+    """Whether somebody named this very checkpoint: the log does not lead on from it."""
 
 
 def found(
@@ -325,7 +327,7 @@ def lead(entrance: Entrance, rank: PeerRank, parts: Parts, closing: ExitStack) -
     if rank.contract.membership.policy == "gossip":
         life = GossipLife(GossipPeer(*about), entrance.stop)
     else:
-        life = PeerLife(Peer(*about), entrance.stop)
+        life = PeerLife(Peer(*about, redoes=not entrance.named), entrance.stop)
     chronicle.peer = life.peer
     closing.callback(life.peer.close)
     return Leading(life, chronicle)

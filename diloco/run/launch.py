@@ -88,7 +88,8 @@ def _enter(
             raise UsageError(f"the checkpoint is one of {name}, and --name says {options.name}", fix)
         directory = open_directory(chosen, site, contract, name)
         listeners = [event_card(directory), listener]
-        return Entrance(contract, endpoint, name, directory, checkpoint, listeners, stop)
+        named = options.resume is not None and checkpoint is not None and checkpoint.path.samefile(options.resume)
+        return Entrance(contract, endpoint, name, directory, checkpoint, listeners, stop, named)
     except BaseException:
         endpoint.close()
         raise

@@ -255,7 +255,7 @@ def latest(directory: Path) -> Path | None:
 
 def oldest_kept(directory: Path, version: int, keep: int) -> int:
     """Version of the oldest of the `keep` newest checkpoints up to this version; -1 when there is none."""
-    versions = sorted(found for found, _ in _checkpoints(directory) if found <= version)
+    versions = sorted({found for found, _ in _checkpoints(directory) if found <= version})
     return versions[-keep:][0] if versions else -1
 
 

@@ -106,20 +106,20 @@ class SimulatedLog:
 
     def __init__(self, process: SimulatedProcess, lane: Lane) -> None:
         self._process, self._busy_until_s = process, 0.0
-        lane._log._thread = self  # type: ignore[assignment]
+        lane._log._thread = self  # type: ignore[attr-defined]
 
-    def submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
+    def submit(self, work: Callable[[], object]) -> Future[object]:
         """Do this after all that was submitted before."""
-        process, done = self._process, Future[None]()
+        process, done = self._process, Future[object]()
         with process.disk.beside() as late:
-            work(*arguments)
+            result = work()
         now_s = process.world.now
         self._busy_until_s = max(self._busy_until_s, now_s) + late.pop()
         if self._busy_until_s > now_s:
-            process.loop.call_later(self._busy_until_s - now_s, done.set_result, None)
+            process.loop.call_later(self._busy_until_s - now_s, done.set_result, result)
         else:
-            done.set_result(None)
+            done.set_result(result)
         return done
 
-    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
+    def shutdown(self, wait: bool = True) -> None:
         """Nothing is left to end."""

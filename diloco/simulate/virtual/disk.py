@@ -36,6 +36,8 @@ SYNCS = 5
 class SimulatedDisk:
     """A simulated peer's disk, on which each of its lives finds what those before it wrote."""
 
+    NOWHERE = (-1, "")
+
     def __init__(self, root: Path, name: str) -> None:
         self.name, self.root, self.folder = name, root, root / name
         self.full = self.broken = self.lying = False
@@ -58,6 +60,8 @@ class SimulatedDisk:
         """Version of the newest checkpoint that must be there, whatever happens to its machine."""
         self.void: set[str] = set()
         """Commits of checkpoints on it that did not lead to the state that was copied last."""
+        self.reach = self.NOWHERE
+        """Version and commit to which that checkpoint and the log must lead."""
         self.put_away: list[Path] = []
         """Folders of disks that were taken out."""
         self._owed_s = 0.0
@@ -166,7 +170,7 @@ class SimulatedDisk:
         """Lose names, and cut files off, that were not synced, as a loss of power does. Behind the cut there may be
         bytes that nobody wrote."""
         if self.lying:
-            self.damaged, self.durable = True, -1
+            self.damaged, self.durable, self.reach = True, -1, self.NOWHERE
         for folder in [self.folder, *sorted(self.folder.rglob("*"))] if self.folder.exists() else ():
             if folder.is_dir():
                 self._lose_names(folder, dice)
@@ -203,12 +207,12 @@ class SimulatedDisk:
         data = bytearray(path.read_bytes())
         data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
         path.write_bytes(data)
-        self.damaged, self.durable = True, -1
+        self.damaged, self.durable, self.reach = True, -1, self.NOWHERE
         return True
 
     def go_back(self) -> None:
         """Somebody brings back an old copy of the disk, with the first checkpoint on it."""
-        self.damaged, self.durable = True, -1
+        self.damaged, self.durable, self.reach = True, -1, self.NOWHERE
         self.rollbacks += 1
         if self._copy.exists():
             shutil.rmtree(self.folder)

@@ -30,7 +30,7 @@ from diloco.run.door import Entrance, Parts, lead
 from diloco.run.past import past_of
 from diloco.run.run import Leading, Run
 from diloco.run.witness import witnessed
-from diloco.simulate.virtual.checkpoints import SimulatedSaving
+from diloco.simulate.virtual.checkpoints import SimulatedLog, SimulatedSaving
 from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint, welcomed
 from diloco.simulate.virtual.follower import SimulatedFollower
 from diloco.simulate.virtual.network import SimulatedLink
@@ -393,7 +393,7 @@ class SimulatedProcess:
         assert isinstance(life, PeerLife)
         peer = life.peer
         progress = self.progress = SimulatedProgress(self, self.line, peer.journal)
-        self.steps = SimulatedSteps(self, peer)
+        self.steps, self._log = SimulatedSteps(self, peer), SimulatedLog(self, peer.exchange.lane)
         journal, exchange = peer.journal, peer.exchange
         opened, committed, adopted, discarded = journal.opened, journal.committed, journal.adopted, journal.discarded
         closed, offer, exchanged, line = journal.closed, exchange.offer, life.exchanged, peer.line

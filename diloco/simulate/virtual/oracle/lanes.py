@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from diloco.protocol import messages as m
 from diloco.protocol.streams import Part, StreamHeader
-from diloco.simulate.virtual.checkpoints import SimulatedLog
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.transport.link import LinkRefused, untold
 
@@ -70,7 +69,6 @@ class SimulatedLane:
         exchange._begin, lane.drop = on_begin, on_drop  # type: ignore[method-assign]
         exchange.archive.hold = on_hold  # type: ignore[method-assign]
         self._look_at_streams()
-        SimulatedLog(process, lane)
 
     def _look_at_streams(self) -> None:
         process, machine = self._process, self._exchange.machine

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from diloco.accounts.ledger import LEDGER
 from diloco.base.types import Commit
+from diloco.exchange.log import LOG, logged_mean
 from diloco.outer.fragments import read_fragment
 from diloco.simulate.virtual.oracle.gate import Violation
 
@@ -67,7 +68,7 @@ class SimulatedRecords:
         self.kept = 0
         """Records of this life's ledger, from the first on, that are on the disk whatever happens to its machine."""
         self._kept_commits: set[str] = set()
-        self._rollbacks = process.disk.rollbacks
+        self._rollbacks, self._refusals = process.disk.rollbacks, process.disk.refusals
 
     # ------------------------------------------------------------ checkpoints
 
@@ -79,7 +80,7 @@ class SimulatedRecords:
             self._before = self._until(self._begun.version)
             process.disk.saved.append(self._begun)
             if self._begun.version in self._before:
-                process.disk.durable = -1  # the one in its place steps aside
+                process.disk.durable, process.disk.reach = -1, process.disk.NOWHERE  # the one in its place steps aside
 
     def _until(self, version: int) -> set[int]:
         here = {int(path.name[1:]) for path in (self._process.disk.folder / CHECKPOINTS).glob("v*")}
@@ -100,6 +101,7 @@ class SimulatedRecords:
                 if not disk.certain(one):
                     raise Violation("I5", f"{name} does not sync {one.name} of its checkpoint {path.name}")
             disk.durable = max(disk.durable, begun.version)
+            disk.reach = max(disk.reach, (begun.version, begun.commit))
         self._compare(path, begun)
 
     def copied(self, before: Commit | None) -> None:
@@ -116,6 +118,9 @@ class SimulatedRecords:
         disk.void = {one.commit for one in disk.saved} - line
         unsure = {one.version for one in disk.saved if one.commit in disk.void}
         disk.durable = max(self._until(disk.durable) - unsure, default=-1)
+        disk.reach = max(
+            ((one.version, one.commit) for one in disk.saved if one.version == disk.durable), default=disk.NOWHERE
+        )
 
     def _compare(self, path: Path, begun: SavedProgress) -> None:
         """I5: a simulated peer's checkpoint has the numbers and values of the peer when it was begun."""
@@ -148,7 +153,6 @@ class SimulatedRecords:
         if progress.exact and not error <= TOLERANCE * (1 + true.abs().max().item()):
             raise Violation("I5", f"{self._process.name}: the {what} is off by {error:.2g}")
 
-<<<<<<< HEAD
     def found(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
         """I5: a life that begins with its disk has found this checkpoint there. Returns it."""
         disk = self._process.disk
@@ -157,36 +161,19 @@ class SimulatedRecords:
             raise Violation("I5", f"{self._process.name} {what}")
         return checkpoint
 
-    def resumed(self) -> SavedProgress:
-        """I5: a simulated life begins with what the newest checkpoint's own life had. Returns that."""
-=======
     def resumed(self) -> tuple[SavedProgress, list[Commit], bool]:
         """I5: a simulated life begins with what the newest checkpoint's own life had, and the versions that it applied
         since, as far as its log has them. Returns that, those versions, and whether the progress is gone: it may go
         where one of them counts this peer."""
->>>>>>> 59e5adb (State is checkpoint and log: means are on the disk before a vote, and a restart applies them again)
         process = self._process
         assert process.progress is not None
         line, disk = process.line, process.disk
-        if line.state.version < disk.durable:
-            what = f"resumes from version {line.state.version}, and its disk has one of version {disk.durable}"
+        if line.state.version < disk.reach[0]:
+            what = f"resumes at version {line.state.version}, and its checkpoint and log lead to {disk.reach[0]}"
             raise Violation("I5", f"{process.name} {what}")
-<<<<<<< HEAD
         commit = line.commit.digest if line.commit is not None else ""
         if commit in disk.void and not (disk.refusals or disk.damaged):  # else the ledger may lack what was copied
             raise Violation("I5", f"{process.name} resumes from version {line.state.version} of a lineage that is void")
-        saved = [one for one in disk.saved if (one.version, one.commit) == (line.state.version, commit)]
-        found = (line.state.digest, line.trained.tokens, line.trained.blocks)
-        alike = [one for one in saved if (one.state, one.tokens, one.blocks) == found]
-        if not alike:
-            what = f"resumes at version {line.state.version} with {found[1]} tokens and {found[2]} blocks of progress"
-            raise Violation("I5", f"{process.name} {what}, which no life before it saved")
-        pieces = tuple(map(tuple, process.progress.uncommitted))
-        same = [one for one in alike if one.pieces == pieces]
-        if not same:
-            raise Violation("I5", f"{process.name} resumes with other progress than its tokens stand for")
-        return same[-1]
-=======
         at, redone = line.commit, list[Commit]()
         begun = self._begun_at(line.state.version, at)
         while True:  # the newest may have been begun and never completed
@@ -218,7 +205,6 @@ class SimulatedRecords:
             alike = one.pieces == pieces and (gone or (one.tokens, one.blocks) == found)
             if alike and (redone or one.state == line.state.digest):
                 yield one, gone
->>>>>>> 59e5adb (State is checkpoint and log: means are on the disk before a vote, and a restart applies them again)
 
     # ------------------------------------------------------------ the ledger
 
@@ -234,6 +220,19 @@ class SimulatedRecords:
         self.kept = records
         if applied is not None:
             self._kept_commits.add(applied.digest)
+            self._reaches(applied)
+
+    def _reaches(self, applied: Commit) -> None:
+        """A version was applied: its mean is in the log, for certain, before its record is in the ledger."""
+        disk, version = self._process.disk, applied.version
+        if disk.refusals > self._refusals or disk.reach[1] != applied.previous:
+            return
+        parts = self._process.line.layout.fragments[applied.fragment].parts
+        files = [*(disk.folder / LOG).glob(f"v{version:08d}.*")]
+        whole = logged_mean(disk.folder, 0, version, applied.mean_digest, parts, range(parts))
+        if applied.fragment >= 0 and disk.durable < version and (whole is None or not all(map(disk.certain, files))):
+            raise Violation("I5", f"{self._process.name} applies version {version}, whose mean is not in its log")
+        disk.reach = (version, applied.digest)
 
     @property
     def rolled_back(self) -> bool:
