@@ -22,6 +22,8 @@ from diloco.transport.link import LinkRefused, Service
 
 Ts = TypeVarTuple("Ts")
 
+MAX_SYNC_STALLS, SHARE_OF_STALL = 8, 0.25
+"""Times `stall_s` for which others wait while a mean is synced; and after which share of it they hear that it moves."""
 NUMBER = "number"
 """A question's; its answer has the same."""
 SEE = "its output says why"
@@ -199,9 +201,18 @@ class Lanes:
             lane.post(Lane.take_mean, version, digest, mine, own)
 
     async def logged(self, digest: str) -> bool:
-        """Whether a mean that is here whole is in the logs of all lanes. Waits until it is on the disk, or refused."""
-        others = (lane.ask(Lane.logged, digest) for lane in self.others)
-        return all(await asyncio.gather(self.own.logged(digest), *others))
+        """Whether a mean that is here whole is in the logs of all lanes. Waits until it is on the disk, or refused.
+
+        Meanwhile it tells others that something moves here: a disk that is slow is no peer that hangs.
+        """
+        asked = (self.own.logged(digest), *(lane.ask(Lane.logged, digest) for lane in self.others))
+        logging, stall_s = asyncio.gather(*asked), self.own.terms.stall_s
+        for _ in range(round(MAX_SYNC_STALLS / SHARE_OF_STALL)):
+            done, _ = await asyncio.wait({logging}, timeout=SHARE_OF_STALL * stall_s)
+            if done:
+                break
+            self.own.moves()
+        return all(await logging)
 
     async def mean(self, digest: str) -> Sequence[bytes] | None:
         """All encoded parts of a kept mean, gathered from the lanes; None when it is not kept."""

@@ -84,6 +84,7 @@ def _row(case: Case, max_states: int) -> dict[str, object]:
         "found": found.verdict,
         "expected": case.expected,
         "states": found.states,
+        "judged": found.judged_states,
         "seconds": round(time.monotonic() - started_s, 1),
         "story": found.broken or found.stuck,
     }
@@ -91,5 +92,6 @@ def _row(case: Case, max_states: int) -> dict[str, object]:
 
 def _line(row: dict[str, object]) -> str:
     expected = "" if row["found"] == row["expected"] else f" (expected: {row['expected']})"
-    head = f"{row['found']:10} {row['name']}: {row['about']}{expected}; {row['states']:,} states, {row['seconds']} s"
+    size = f"{row['states']:,} states, {row['judged']:,} judged, {row['seconds']} s"
+    head = f"{row['found']:10} {row['name']}: {row['about']}{expected}; {size}"
     return f"{head}\n           {row['story']}" if row["story"] else head

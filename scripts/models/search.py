@@ -36,12 +36,14 @@ class Found:
     stuck: str = ""
     """The shortest story to a state from which nothing good comes; empty: there is none."""
     stuck_states: int = 0
+    judged_states: int = 0
+    """States from which something good must come."""
     whole: bool = True
     """Whether all states were seen."""
 
     @property
     def verdict(self) -> str:
-        """`FORK` where a promise can be broken, `STUCK`, `unfinished`, or `holds`."""
+        """`BROKEN` where a promise can be broken, `STUCK`, `unfinished`, or `holds`."""
         if self.broken:
             return "BROKEN"
         if self.stuck_states:
@@ -61,8 +63,7 @@ def search(model: Model[S], max_states: int = MAX_STATES) -> Found:
         if len(came) > max_states:
             return Found(len(came), whole=False)
         if model.good is not None and model.good(state):
-            good.append(state)
-            continue
+            good.append(state)  # what follows may still be bad
         for what, after, fault in model.steps(state):
             if model.good is not None and not fault:
                 back.setdefault(after, []).append(state)
@@ -72,8 +73,9 @@ def search(model: Model[S], max_states: int = MAX_STATES) -> Found:
     if model.good is None:
         return Found(len(came))
     hopeful = _leading_to(good, back)
-    stuck = [state for state in came if state not in hopeful and model.judged(state)]
-    return Found(len(came), stuck=_story(came, stuck[0]) if stuck else "", stuck_states=len(stuck))
+    judged = [state for state in came if model.judged(state)]
+    stuck = [state for state in judged if state not in hopeful]
+    return Found(len(came), "", _story(came, stuck[0]) if stuck else "", len(stuck), len(judged))
 
 
 def _leading_to(good: list[S], back: dict[S, list[S]]) -> set[S]:
