@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diloco.accounts.ledger import left_off, read_ledger
 from diloco.config.load import load_contract
 from diloco.observe.events import Ended
 from diloco.observe.run_folder import read_state
@@ -93,7 +94,7 @@ def first_of_another_lineage(peer: PeerProcess, lineage: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_kill_everything_and_resume(tmp_path: Path) -> None:
-    """Same version, same digest, no block trained twice, the curve goes on."""
+    """No version is lost, same digest, no block trained twice, the curve goes on."""
     contract = tiny_contract(tmp_path, peers=2)
     with ending([]) as peers:
         a = PeerProcess("a", tmp_path, str(contract))
@@ -104,29 +105,29 @@ def test_kill_everything_and_resume(tmp_path: Path) -> None:
         until(lambda: len(a.events("checkpoint")) > 3, "checkpoints")
         for peer in (a, b):
             peer.kill()
-        before = load(tmp_path / "a" / "checkpoints")
-        commit = json.loads(before.meta["commit"])
+        commit = left_off(read_ledger(tmp_path / "a" / "ledger.jsonl").records).commit
+        assert commit is not None
+        last = commit.version
 
         a = PeerProcess("a", tmp_path, "--resume", str(tmp_path / "a"))
         peers.append(a)
         b = PeerProcess("b", tmp_path, "--resume", str(tmp_path / "b"), "--join", a.ticket())
         peers.append(b)
-        # The checkpoint may lag behind the versions that the first lives told of.
-        first = first_of_another_lineage(a, commit["lineage"])
+        # The checkpoint may lag behind: the log leads on from it.
+        first = first_of_another_lineage(a, commit.lineage)
         assert set(first["counted"]) == {"a", "b"}
-        assert first["version"] == before.version + 1
-        resumed = a.events("start")[-1]
-        assert resumed["resumed_version"] == before.version
-        assert first["tokens"] > commit["tokens"]
+        assert first["version"] == last + 1
+        assert a.events("start")[-1]["resumed_version"] == last
+        assert first["tokens"] > commit.tokens
         losses = [event["loss"] for event in a.events("version")]
         assert losses[-1] < losses[0]
-        until(lambda: b.version() >= before.version + 3 and b.events("version")[-1]["lineage"] == first["lineage"], "b")
+        until(lambda: b.version() >= last + 3 and b.events("version")[-1]["lineage"] == first["lineage"], "b")
         assert agree([a, b]) >= 5
-        # A version that closed after the checkpoint died with everybody: its blocks are trained again, and rightly so.
+        # A version that b alone had applied died with it, as a founds the run anew.
         told = [event for peer in (a, b) for event in peer.events("version")]
-        kept = [e for e in told if e["lineage"] == first["lineage"] or e["version"] <= before.version]
+        kept = [e for e in told if e["lineage"] == first["lineage"] or e["version"] <= last]
         runs = sorted(tuple(run) for event in kept for run in event["blocks"])
-        assert len(runs) >= 2 * (before.version + 3) - 2  # of each, the kill may have taken the last event
+        assert len(runs) >= 2 * (last + 3) - 2  # of each, the kill may have taken the last event
         assert all(first[1] <= second[0] for first, second in itertools.pairwise(runs)), "a block was trained twice"
         for peer in (a, b):
             peer.interrupt()
