@@ -104,7 +104,9 @@ def measure(line: Line, how: Measure, seconds: Seconds) -> PendingContribution:
         parts = line.encode(fragment.parts, pieces)
     trained = line.trained
     weight = line.weighing.weight(trained.tokens, how.staleness)
-    contribution = Contribution(fragment.index, line.state.version, weight, trained.tokens, trained.blocks, parts)
+    contribution = Contribution(
+        fragment.index, line.boot, line.state.version, weight, trained.tokens, trained.blocks, parts
+    )
     sent = PendingContribution(contribution, local, anchor, None if line.feedback is None else target)
     line.sent = line.merge.sent(line, sent, fragment, gradient, 1.0 / how.trainers)
     return line.sent

@@ -13,7 +13,7 @@ from torch import nn
 
 from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Opening
-from diloco.base.types import Closed, Commit, Counted, Member, Omitted
+from diloco.base.types import Closed, Commit, Counted, Member, Omitted, Voter
 from diloco.config.contract import Contract
 from diloco.config.site import StorageSection
 from diloco.models import build_model
@@ -51,7 +51,9 @@ class PaperPeer:
         model: nn.Module = build_model(contract().model, VOCAB, run.run.seed)
         self.line = open_line(name, run, Weights.of(model))
         self.warnings: list[str] = []
-        opening = Opening(name, self.member.incarnation, run.run.name, run.digest, lineage, founds, False)
+        opening = Opening(
+            name, self.member.incarnation, self.line.boot, run.run.name, run.digest, lineage, founds, False
+        )
         storage = StorageSection(record=record)
         self.journal = Journal(opening, self.line, self.directory, storage, self.warnings.append)
         self.journal.opened(run)
@@ -102,6 +104,7 @@ class PaperRun:
         before, names = line.commit, [peer.name for peer in peers]
         commit = Commit(
             version=line.state.version,
+            height=before.height + 1 if before else 0,
             previous=before.digest if before else self.contract.digest,
             lineage=lineage,
             fragment=-1,
@@ -112,6 +115,7 @@ class PaperRun:
             tokens=before.tokens if before else 0,
             leases=advance(before.leases, {}, names, 4) if before else found(names, 4),
             state_digest=line.state.digest,
+            voters=tuple(Voter(peer.name, peer.line.boot, line.state.version - 1) for peer in peers),
         )
         self.apply(Closed(commit, ()), peers)
         return commit
@@ -138,11 +142,12 @@ class PaperRun:
         assert before is not None
         sent = {peer.name: peer.line.sent.contribution for peer in count if peer.line.sent}
         counted = tuple(
-            Counted(name, one.base_version, one.weight, one.tokens, one.blocks) for name, one in sent.items()
+            Counted(name, one.boot, one.base_version, one.weight, one.tokens, one.blocks) for name, one in sent.items()
         )
         commit = replace(
             before,
             version=before.version + 1,
+            height=before.height + 1,
             previous=before.digest,
             fragment=fragment.index,
             counted=counted,

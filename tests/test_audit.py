@@ -135,6 +135,7 @@ def test_a_contribution_counted_twice_is_i2(run: PaperRun) -> None:
     again = replace(
         before,
         version=6,
+        height=before.height + 1,
         previous=before.digest,
         fragment=before.fragment,
         tokens=before.tokens + 3 * TOKENS,

@@ -44,8 +44,9 @@ def line_of(
         optimizer,
         Weighing(),
         state,
-        commit_of(0, counted=tuple(Counted(each, 0, 1, 0, 0) for each in "xy")),
+        commit_of(0, counted=tuple(Counted(each, 0, 0, 1, 0, 0) for each in "xy")),
         merge=open_merge(merge, 0.5),
+        boot=0,
         **settings,  # type: ignore[arg-type]
     )
 

@@ -65,7 +65,7 @@ def make_checkpoint(directory: Path, terms: Contract, model: nn.Module, **change
         fragments.append(optimizer.step(before, mean))
         write_fragment(parameters, fragment, fragments[-1].anchor)
     state = OuterState(3, tuple(fragments))
-    commit = Commit(3, "aa", "bb", 0, (), (), (), "cc", 4096, Leases(0, {}), "dd")
+    commit = Commit(3, 3, "aa", "bb", 0, (), (), (), "cc", 4096, Leases(0, {}), "dd")
     meta = {
         "contract": terms.to_json(),
         "vocab_size": 264,
@@ -145,7 +145,7 @@ def test_what_an_export_says_of_itself(tmp_path: Path, monkeypatch: pytest.Monke
         "version": 3,
         "tokens": 4096,
         "state_digest": state.digest,
-        "chain_digest": Commit(3, "aa", "bb", 0, (), (), (), "cc", 4096, Leases(0, {}), "dd").digest,
+        "chain_digest": Commit(3, 3, "aa", "bb", 0, (), (), (), "cc", 4096, Leases(0, {}), "dd").digest,
         "vocab_size": 264,
         "tokenizer": "bytes: a token is a byte of UTF-8 text (0 to 255); byte 0 ends a document",
         "contract_digest": terms.digest,

@@ -408,7 +408,9 @@ class Stranger:
         self.victim, exchange = victim, victim.peer.exchange
         self.me = Member("stranger", 1, "127.0.0.1:1")
         terms = exchange.terms
-        self.envelope = Envelope(terms.run, terms.contract, exchange.lineage, self.me, "", 1, Invite(1, self.word()))
+        self.envelope = Envelope(
+            terms.run, terms.contract, exchange.lineage, self.me, 5, 0, 0, "", 1, Invite(1, self.word())
+        )
         self.header = StreamHeader(
             terms.run, terms.contract, exchange.lineage, self.me, Kind.WEIGHTS, 1, 0, 0, (self.word(),)
         )
@@ -458,7 +460,7 @@ def test_what_does_not_belong_here_is_refused(stranger: Stranger) -> None:
     assert stranger.say(contract="0" * 64) is Reply.OTHER_CONTRACT
     assert stranger.say(lineage="other") is Reply.OTHER_LINEAGE
     assert stranger.say(sender=replace(stranger.me, peer="p0")) is Reply.FENCED
-    assert stranger.say(body=Heartbeat(1, True, False, Progress())) is Reply.MALFORMED
+    assert stranger.say(body=Heartbeat(1, 1, False, Progress())) is Reply.MALFORMED
     assert stranger.say(body=Invite(1, stranger.word(member=Member("another", 1, "x:1")))) is Reply.MALFORMED
     assert stranger.say(body=Greeting((), False)) is Reply.MALFORMED
     assert stranger.say(body=Evict("nobody", 1)) is Reply.OK
@@ -505,14 +507,14 @@ def test_a_part_too_many_or_too_large_is_refused(stranger: Stranger) -> None:
         stranger.stream([bytes(4097)])
     number = replace(stranger.envelope.body, number=2)  # type: ignore[type-var]
     assert stranger.say(body=number) is Reply.OK
-    assert stranger.stream([*weights(1.0), bytes(4096)], version=2) is Reply.OK  # it reads no more
+    assert stranger.stream([*weights(1.0), bytes(4096)], height=2) is Reply.OK  # it reads no more
 
 
 def test_absurd_weights_come_to_nothing_and_their_sender_is_barred(stranger: Stranger) -> None:
     victim = stranger.victim
     for number in range(1, 4):
         assert stranger.say(body=Invite(number, stranger.word(beat=number))) is Reply.OK
-        assert stranger.stream(weights(1e4), version=number, known=(stranger.word(beat=number),)) is Reply.OK
+        assert stranger.stream(weights(1e4), height=number, known=(stranger.word(beat=number),)) is Reply.OK
         until(lambda: victim.peer.between_steps() or not victim.peer.exchange.busy, "it is refused", 5.0)
     assert "absurdly large" in victim.events("skip")[0]["reason"]
     assert victim.version == 0
@@ -535,7 +537,7 @@ def test_a_swap_that_is_sent_again_counts_once(stranger: Stranger) -> None:
     assert victim.version == 1
     assert torch.equal(victim.anchor, once)
     assert stranger.say(body=Invite(2, stranger.word(beat=5))) is Reply.OK
-    assert stranger.stream(weights(1.0), version=1) is Reply.OK  # still from memory
+    assert stranger.stream(weights(1.0), height=1) is Reply.OK  # still from memory
 
 
 def test_weights_that_come_again_before_they_are_applied_are_no_news(stranger: Stranger) -> None:
@@ -545,7 +547,7 @@ def test_weights_that_come_again_before_they_are_applied_are_no_news(stranger: S
     assert stranger.stream(weights(2.0)) is Reply.OK
     assert stranger.stream(weights(5.0)) is Reply.OK
     assert stranger.stream([]) is Reply.OK
-    assert stranger.stream(weights(2.0), version=2) is Reply.STALE
+    assert stranger.stream(weights(2.0), height=2) is Reply.STALE
     until(lambda: victim.peer.between_steps() or victim.version == 1, "it is applied", 5.0)
     assert torch.allclose(victim.anchor, torch.full((ELEMENTS,), 1.35))  # 1 + 0.7 (1.5 - 1)
 

@@ -33,10 +33,11 @@ from diloco.compress import PayloadError, open_codec, open_codecs
 from diloco.config.codec import CodecChoice
 from diloco.config.contract import Contract, OuterSection
 from diloco.config.site import Site
-from diloco.exchange import engine
+from diloco.exchange import copying, statesync
 from diloco.exchange import lane as lanes_of_ranks
 from diloco.exchange import work as work_module
 from diloco.exchange.background import ExchangeTasks
+from diloco.exchange.copying import StateCopier
 from diloco.exchange.engine import Exchange
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes, RemoteExchange, RemoteLane
@@ -369,7 +370,7 @@ def test_what_cannot_be_said_to_another_rank_ends_the_island_and_says_why() -> N
             question.result(DEADLINE_S)
         assert "this cannot be said" in str(heard.failures.get(timeout=DEADLINE_S))
     with two_ranks() as (remote, heard, lane, _, loop):
-        lane.measured(Contribution(0, 1, 1, 1, 1, cast(Sequence[bytes], [Unsayable()])))
+        lane.measured(Contribution(0, 0, 1, 1, 1, 1, cast(Sequence[bytes], [Unsayable()])))
         asyncio.run_coroutine_threadsafe(remote.ask(Lane.contributed), loop)
         assert "rank 1 of this island failed: TypeError: this cannot be said" in str(
             heard.failures.get(timeout=DEADLINE_S)
@@ -399,7 +400,7 @@ def test_a_question_to_a_rank_that_goes_is_not_waited_for() -> None:
     """Or the training side would wait for ever for a contribution of which a dead rank held a part."""
     with two_ranks() as (remote, heard, lane, first, loop):
         parts = Blocked()
-        lane.measured(Contribution(0, 1, 1, 1, 1, parts))
+        lane.measured(Contribution(0, 0, 1, 1, 1, 1, parts))
         question = asyncio.run_coroutine_threadsafe(remote.ask(Lane.contributed), loop)
         with pytest.raises(TimeoutError):
             question.result(0.05)
@@ -415,11 +416,11 @@ def test_a_question_to_a_rank_that_goes_is_not_waited_for() -> None:
 def test_parts_of_a_contribution_are_not_waited_for_once_the_exchange_failed() -> None:
     with two_ranks() as (remote, _, lane, _, loop):
         parts = Blocked()
-        lane.measured(Contribution(0, 1, 1, 1, 1, parts))
+        lane.measured(Contribution(0, 0, 1, 1, 1, 1, parts))
         exchange = object.__new__(Exchange)  # as far as asking other ranks needs one
         ExchangeTasks.__init__(exchange, loop)
         exchange.lanes = lanes_with(lane, remote)
-        asked = exchange.whole(Contribution(0, 1, 1, 1, 1, [b"", b""]))
+        asked = exchange.whole(Contribution(0, 0, 1, 1, 1, 1, [b"", b""]))
         exchange.failed(ResourceError("the exchange failed"))
         with pytest.raises(ResourceError, match="the exchange failed"):
             asked.result(DEADLINE_S)
@@ -453,7 +454,7 @@ def test_what_fails_on_another_rank_ends_the_island_and_says_where() -> None:
 def test_an_answer_that_fails_on_another_rank_ends_the_island_and_says_why() -> None:
     with two_ranks() as (remote, heard, lane, _, loop):
         parts = Blocked()
-        lane.measured(Contribution(0, 1, 1, 1, 1, parts))
+        lane.measured(Contribution(0, 0, 1, 1, 1, 1, parts))
         asyncio.run_coroutine_threadsafe(remote.ask(Lane.contributed), loop)
         parts.fails = True
         parts.may_end.set()
@@ -489,7 +490,7 @@ def test_a_connection_that_breaks_counts_once_however_many_streams_it_had(monkey
     monkeypatch.setattr(work_module, "monotonic_s", lambda: now_s)
     (fragment,) = Layout.agreed([("a", (16,))], contract()).fragments
     member = Member("a", 1, "a:1")
-    begin = Begin(1, 0, (Counted("a", 0, 1.0, 1, 1),), (member,), (Span("a", 0, 1),))
+    begin = Begin(1, 0, (Counted("a", 0, 0, 1.0, 1, 1),), (member,), (Span("a", 0, 1),), "")
     payloads = LanePayloads(begin, "a", fragment, open_codecs(contract().codec))
     assert [payloads.damaged("a") for _ in range(4)] == [1, 1, 1, 1]
     now_s += STREAM_PAUSE_S
@@ -499,13 +500,13 @@ def test_a_connection_that_breaks_counts_once_however_many_streams_it_had(monkey
 def test_the_loop_of_another_rank_copies_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A share of 10 GB held it for seconds, in which streams to the lane stood still."""
     threads: list[int] = []
-    copied_bytes = lanes_of_ranks.copied_bytes
+    copied_bytes = statesync.copied_bytes
 
     def noted(buffer: Tensor) -> bytearray:
         threads.append(threading.get_ident())
         return copied_bytes(buffer)
 
-    monkeypatch.setattr(lanes_of_ranks, "copied_bytes", noted)
+    monkeypatch.setattr(statesync, "copied_bytes", noted)
     with two_ranks() as (remote, _, lane, _, _):
         lane.hold(state_of(lane))
         remote.post(Lane.begin_copy)
@@ -551,16 +552,14 @@ def test_a_copy_that_was_given_up_takes_nothing_from_the_next(monkeypatch: pytes
             elsewhere("0/anchor", 1, part)
             return state, StateOffer(3, None, "", (3,), ())
 
-        monkeypatch.setattr(engine, "download", download)
-        exchange = object.__new__(Exchange)  # as far as a copy needs one
-        ExchangeTasks.__init__(exchange, loop)
-        exchange.lanes, exchange._copying = lanes_with(lane, remote), asyncio.Lock()
-        exchange.terms = exchange.machine = exchange.archive = cast(Any, Mock())
-        exchange.link = exchange._resync_from = cast(Any, None)
-        never = asyncio.run_coroutine_threadsafe(exchange._copy([], state, None, print), loop)
+        monkeypatch.setattr(copying, "download", download)
+        other = cast(Any, Mock())
+        one = StateCopier(other, other, other, other, lanes_with(lane, remote))
+        one.givers = list  # type: ignore[method-assign]
+        never = asyncio.run_coroutine_threadsafe(one.copy([], state, None, print), loop)
         assert began.wait(DEADLINE_S)
         never.cancel()
-        copied, *_ = asyncio.run_coroutine_threadsafe(exchange._copy([], state, None, print), loop).result(DEADLINE_S)
+        copied, *_ = asyncio.run_coroutine_threadsafe(one.copy([], state, None, print), loop).result(DEADLINE_S)
         assert copied is state
         assert lane.copied().version == 3
         assert heard.failures.empty()

@@ -40,7 +40,7 @@ NOTHING = Totals(0, 0, 0, 0)
 
 
 def made(version: int, *view: Member) -> Commit:
-    return Commit(version, "", "lineage", 0, view, (), (), "", 0, Leases(0, {}), "")
+    return Commit(version, version, "", "lineage", 0, view, (), (), "", 0, Leases(0, {}), "")
 
 
 def kept(directory: Path, contract: Contract, *view: Member, version: int = 3, keep: int = 9) -> Path:
@@ -60,7 +60,9 @@ def written(
 ) -> None:
     """A life of `me` in the ledger of its folder, which begins at `version`."""
     ledger = open_ledger(directory, print)
-    opening = Opening("me", incarnation, contract.run.name, contract.digest, "lineage", founds, resumed=version > 0)
+    opening = Opening(
+        "me", incarnation, incarnation, contract.run.name, contract.digest, "lineage", founds, resumed=version > 0
+    )
     ledger.opened(opening, json.loads(contract.to_json()), Position(version, "", "state"), NOTHING)
     for commit in commits:
         ledger.committed(commit, "state", True, NOTHING)

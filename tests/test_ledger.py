@@ -176,7 +176,7 @@ def test_a_full_disk_is_warned_of_once_and_leaves_a_gap() -> None:
 
 
 def begin(ledger: Ledger) -> None:
-    ledger.opened(Opening("p0", 1, "run", "", "", True, False), {}, Position(0, "", ""), NOTHING)
+    ledger.opened(Opening("p0", 1, 1, "run", "", "", True, False), {}, Position(0, "", ""), NOTHING)
 
 
 @pytest.mark.parametrize("before", [b"", WHOLE], ids=["new", "continued"])

@@ -44,7 +44,7 @@ from diloco.wire.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerService
 from tests.peers import DEADLINE_S, KEYS, secure_channel
 
 ALICE = Member("alice", 7, "127.0.0.1:1")
-ENVELOPE = m.Envelope("run", "contract", "lineage", ALICE, "view", 1, m.Gather(4, 1, "for a test"))
+ENVELOPE = m.Envelope("run", "contract", "lineage", ALICE, 5, 1, 2, "head", 1, m.Gather(4, 1, "for a test"))
 WORD = Acquaintance(ALICE, 3, Progress(tokens=5), 0.25, 1.5)
 HEADER = StreamHeader("run", "contract", "lineage", ALICE, Kind.MEAN, 4, 1, 0, (WORD,))
 WELCOME = Welcome(
@@ -62,7 +62,9 @@ MIB = 1 << 20
 
 
 def commit(version: int, parts: Sequence[bytes]) -> Commit:
-    return Commit(version, "previous", "lineage", 0, (ALICE,), (), (), mean_digest(parts), 0, Leases(0, {}), "digest")
+    return Commit(
+        version, version, "previous", "lineage", 0, (ALICE,), (), (), mean_digest(parts), 0, Leases(0, {}), "digest"
+    )
 
 
 class Listener:
@@ -599,10 +601,8 @@ def test_a_stream_begins_with_little_however_fast_the_one_before_it_was():
         service = Weighed()
         address = await net.start(service)
         parts = [Part(index, bytes(4 * MIB)) for index in range(48)]
-        for version in range(2):
-            assert (
-                await net.link.send_parts(address, replace(HEADER, version=version), stream(*parts), 5.0) is m.Reply.OK
-            )
+        for height in range(2):
+            assert await net.link.send_parts(address, replace(HEADER, height=height), stream(*parts), 5.0) is m.Reply.OK
         total = 4 * MIB * len(parts)
         sums = list(accumulate(service.messages))
         second = service.messages[sums.index(total) + 1 :]
@@ -649,9 +649,9 @@ def test_the_link_notices_how_fast_others_take_what_it_sends():
         address = await net.start(service)
         await net.link.send_parts(address, HEADER, stream(Part(99, b"connected")), 5.0)
         started = time.monotonic()
-        for version in range(1, 1 + MIN_VERSIONS):
+        for height in range(1, 1 + MIN_VERSIONS):
             assert net.link.send_bps == 0
-            await net.link.send_parts(address, replace(HEADER, version=version), stream(*parts), 5.0)
+            await net.link.send_parts(address, replace(HEADER, height=height), stream(*parts), 5.0)
         bps = 8 * MIN_VERSIONS * sum(len(part.payload) for part in parts) / (time.monotonic() - started)
         assert 0.5 * bps < net.link.send_bps < 2 * bps
 
@@ -710,7 +710,7 @@ def test_no_estimate_exceeds_the_limit_which_stands_for_it_before_anything_is_me
 
 
 def test_an_offer_tells_the_rate():
-    sent = m.Envelope("run", "", "", ALICE, "", 1, m.Ready(1, 0, m.Offer(0, 1, 2, 3, False, 10**9), "digest"))
+    sent = replace(ENVELOPE, body=m.Ready(1, 0, m.Offer(0, 0, 1, 2, 3, False, 10**9), "digest"))
     assert convert.unseal(convert.seal(sent)) == sent
     message = convert.envelope_to_wire(sent)
     message.ready.offer.send_bps = 2**63
@@ -839,7 +839,7 @@ def spoiled_chunks(payload: bytes) -> parts_pb2.Chunks:
 
 def other_version() -> parts_pb2.StreamHeader:
     header = convert.header_to_wire(HEADER)
-    header.wire_version = 2
+    header.wire_version = 1
     return header
 
 
@@ -852,7 +852,7 @@ def other_version() -> parts_pb2.StreamHeader:
         ([convert.header_to_wire(HEADER), convert.header_to_wire(HEADER)], "has one header"),
         ([convert.header_to_wire(HEADER), good_chunks(bytes(9 * MIB))], "9437184 bytes, at most 8388608"),
         ([convert.header_to_wire(HEADER), good_chunks(bytes(MIB))], "ends after 65536 of 1048576"),
-        ([other_version()], "wire version 2 meets 1"),
+        ([other_version()], "wire version 1 meets 2"),
     ],
 )
 def test_crafted_streams_are_refused(contents, reason):
@@ -1019,7 +1019,7 @@ def test_crafted_chunks_of_a_state_are_refused(asked):
 
 def test_a_welcome_of_another_wire_version_or_of_another_protocol_is_refused():
     async def scenario(net: GrpcNet) -> None:
-        for answer in (peer_pb2.Welcome(wire_version=2), parts_pb2.CommitHeader(commit=b"\xff" * 9)):
+        for answer in (peer_pb2.Welcome(wire_version=1), parts_pb2.CommitHeader(commit=b"\xff" * 9)):
             async with lying(answer) as address:
                 with pytest.raises(LinkRefused):
                     await net.link.hello(address, 1.0)
@@ -1031,7 +1031,7 @@ def test_hello_of_another_wire_version_is_refused():
     async def scenario(net: GrpcNet) -> None:
         address = await net.start(Listener())
         async with raw(address) as channel:
-            with pytest.raises(grpc.aio.AioRpcError, match="wire version 9 meets 1"):
+            with pytest.raises(grpc.aio.AioRpcError, match="wire version 9 meets 2"):
                 await PeerStub(channel).Hello(peer_pb2.HelloRequest(wire_version=9))
 
     play(GrpcNet, scenario)

@@ -33,7 +33,7 @@ TIMEOUT_S = 5.0
 
 
 def welcome(process: ProcessId | None, member: Member = B) -> Welcome:
-    return Welcome(b"{}", "lineage", 0, True, (member,), (), "layout", "", process=process)
+    return Welcome(b"{}", "lineage", 0, True, (member,), (), "layout", "", process=process, boot=7)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ class Answering(Link):
 def asked(answer: Welcome | None, member: Member = B) -> tuple[Lives, Answering]:
     link = Answering(answer)
     lives = Lives(link, Timing(TIMEOUT_S, TIMEOUT_S, TIMEOUT_S))
-    asyncio.run(lives.ask(member))
+    asyncio.run(lives.ask(member, 7))
     return lives, link
 
 
@@ -128,9 +128,9 @@ def test_a_life_is_over_when_its_process_is_gone(
     assert not lives.proven(member)
     process.kill()
     process.wait()
-    assert lives.proven(member)
+    assert lives.proven(member) == 7
     assert not lives.proven(replace(member, incarnation=6)), "its next life has a process of its own"
-    asyncio.run(lives.ask(member))
+    asyncio.run(lives.ask(member, 7))
     assert link.asked == 1
 
 
@@ -144,15 +144,31 @@ def test_what_was_not_seen_alive_proves_nothing(child: tuple[subprocess.Popen[by
     process.kill()
     process.wait()
     assert not any(lives.proven(B) for lives in known)
-    assert [lives.met(B) for lives in known] == [False] * len(others) + [True] * len(unseen)
+    assert [lives.met(B, 7) for lives in known] == [False] * len(others) + [True] * len(unseen)
+
+
+def test_a_life_that_goes_on_in_another_process_is_asked_again(
+    child: tuple[subprocess.Popen[bytes], ProcessId],
+) -> None:
+    """The end of the process before it proves nothing of it, and that one's answer, late, nothing either."""
+    process, name = child
+    lives, link = asked(welcome(name))
+    process.kill()
+    process.wait()
+    assert lives.proven(B) == 7
+    assert not lives.met(B, 8)
+    assert not asyncio.run(lives.ask(B, 8)), "the process before answers still"
+    link.answer = replace(welcome(HERE), boot=8)
+    assert asyncio.run(lives.ask(B, 8))
+    assert lives.proven(B) is None
 
 
 def test_a_life_that_did_not_answer_is_asked_again() -> None:
     lives, link = asked(None)
-    assert not lives.met(B)
+    assert not lives.met(B, 7)
     link.answer = welcome(HERE)
-    asyncio.run(lives.ask(B))
-    assert lives.met(B)
+    asyncio.run(lives.ask(B, 7))
+    assert lives.met(B, 7)
     assert not lives.proven(B)
 
 
@@ -171,8 +187,8 @@ def test_a_forwarder_that_ended_proves_nothing() -> None:
         forwarder = await asyncio.start_server(forward(lambda: asyncio.open_connection(HOST, port)), HOST, 0)
         member = replace(B, address=f"{HOST}:{forwarder.sockets[0].getsockname()[1]}")
         lives = Lives(link, Timing(TIMEOUT_S, TIMEOUT_S, TIMEOUT_S))
-        await lives.ask(member)
-        assert lives._processes == {(B.peer, B.incarnation): HERE}
+        await lives.ask(member, 7)
+        assert lives._processes == {(B.peer, B.incarnation): (7, HERE)}
         forwarder.close()
         await link.close()
         with pytest.raises(ConnectionRefusedError):

@@ -72,6 +72,17 @@ def test_a_whole_mean_comes_back_in_the_order_of_its_parts(tmp_path: Path, count
     assert read(tmp_path, "d", 4) is None
 
 
+def test_bytes_and_the_longest_sync_are_counted(tmp_path: Path) -> None:
+    log, _ = log_in(tmp_path)
+    log.fetched(7, "digest", [b"one", b"two"], [0, 1])
+    assert durable(log, "digest")
+    size_bytes, longest_s = log.use.take()
+    assert size_bytes == sum(path.stat().st_size for path in (tmp_path / LOG).iterdir())
+    assert 0 < longest_s < 10
+    assert log.use.take() == (0, 0.0)
+    log.stop()
+
+
 def test_a_repair_brings_another_mean_and_both_are_there(tmp_path: Path) -> None:
     log, _ = log_in(tmp_path)
     draft = log.begin(7)

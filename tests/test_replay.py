@@ -167,9 +167,10 @@ def test_a_changed_payload_is_an_error_that_names_the_file(run: PaperRun) -> Non
 def test_a_peer_that_recorded_something_else_is_a_mismatch(run: PaperRun) -> None:
     """Each file is whole, but it is not what was sent."""
     (one,) = (run.root / "b" / RECORDED).glob("v00000002.*")
+    mine = json.loads(one.read_bytes().partition(b"\n")[0][17:])
     (other,) = (run.root / "c" / RECORDED).glob("v00000002.*")
     header, _, payload = other.read_bytes().partition(b"\n")
-    one.write_bytes(sealed_line({**json.loads(header[17:]), "peer": "b"}) + payload)
+    one.write_bytes(sealed_line({**json.loads(header[17:]), "peer": "b", "boot": mine["boot"]}) + payload)
     result = again(run.root)
     assert not result.exact
     assert verdicts(result) == ["REPRODUCED", "REPRODUCED", "REPRODUCED", "MISMATCH", "MEAN"]
@@ -219,7 +220,7 @@ def test_old_versions_are_forgotten(run: PaperRun, tmp_path: Path) -> None:
     fragment = run.peers["a"].line.layout.fragments[0]
     recorder = Recorder(tmp_path / "some" / RECORDED, "a", 7, 2, pytest.fail)
     for version in range(5):
-        recorder.keep(Contribution(0, version, 1, 1, 1, [b"x"] * fragment.parts), fragment, "ab" * 32)
+        recorder.keep(Contribution(0, 0, version, 1, 1, 1, [b"x"] * fragment.parts), fragment, "ab" * 32)
     assert [one.counted.base_version for one in recordings(tmp_path / "some")] == [3, 4]
 
 
@@ -228,7 +229,7 @@ def test_a_disk_that_refuses_costs_the_recording_only(run: PaperRun, tmp_path: P
     (tmp_path / "file").write_text("")
     warnings: list[str] = []
     recorder = Recorder(tmp_path / "file" / RECORDED, "a", 7, 0, warnings.append)
-    recorder.keep(Contribution(0, 0, 1, 1, 1, [b"x"] * fragment.parts), fragment, "")
+    recorder.keep(Contribution(0, 0, 0, 1, 1, 1, [b"x"] * fragment.parts), fragment, "")
     assert warnings == ["a contribution is not recorded: Not a directory"]
 
 
@@ -254,12 +255,14 @@ def test_real_peers_that_join_and_fall_behind_and_die(tmp_path: Path) -> None:
         )
         world.rounds(world.peers, 3)
         late = world.add("p3")
+        world.let_in(late, world.peers[:3])
         victim = world.peers[2]
         broken = victim.peer.line.state.fragments[0]
-        victim.peer.line.state = OuterState(3, (replace(broken, anchor=broken.anchor * 2),))
+        victim.peer.line.state = OuterState(victim.version, (replace(broken, anchor=broken.anchor * 2),))
         victim.peer.exchange.hold(victim.peer.line.state, victim.peer.line.commit)
-        world.let_in(late, world.peers[:3])  # p2's state is copied anew
-        world.rounds(world.peers, 2)
+        copies = victim.copies
+        world.rounds(world.peers, 3)
+        assert victim.copies > copies  # p2's state is copied anew
         world.peers[3].peer.close()  # no goodbye
         world.rounds(world.peers[:3], 2)
         world.settle(world.peers[:3])
@@ -269,7 +272,8 @@ def test_real_peers_that_join_and_fall_behind_and_die(tmp_path: Path) -> None:
         assert result.violations == []
         assert [row["without_goodbye"] for row in result.peers] == [0, 0, 0, 1]
         replayed = of_world(world, start)
-        assert verdicts(replayed) == ["REPRODUCED"] * (result.versions + 1), replay_text(replayed)
+        assert set(verdicts(replayed)) == {"REPRODUCED"}, replay_text(replayed)
+        assert {one.version for one in replayed.versions} == {*range(result.versions + 1)}
     finally:
         world.close()
 
@@ -288,8 +292,7 @@ def test_each_at_its_own_pace_by_shares_of_a_step(tmp_path: Path) -> None:
         world.rounds(world.peers, 2)
         assert len(world.settle(world.peers)) == 1
         commits = world.peers[0].commits
-        shares = {line.weighing.share(commit.counted, commit.view) for commit in commits if commit.counted}
-        assert min(shares) < 1 / 3  # somebody was late
+        assert any(entry.weight < FINE for commit in commits for entry in commit.counted)  # somebody was late
         assert any(len(commit.counted) == 1 and commit.counted[0].weight == FINE for commit in commits)
         for peer in world.peers:
             peer.leave()
@@ -323,13 +326,13 @@ def test_a_simulation_is_audited_and_replayed_bit_for_bit(tmp_path: Path) -> Non
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     versions = json.loads(replayed.stdout)["versions"]
     assert {one["verdict"] for one in versions} == {Verdict.REPRODUCED}
-    assert len(versions) == told["versions"] + 1
+    assert {one["version"] for one in versions} == {*range(told["versions"] + 1)}  # of some there are several commits
     assert load(out / "p0" / "checkpoints").version == told["versions"]
 
 
 @pytest.mark.slow(queued=False)
 def test_killed_resumed_and_killed_again(tmp_path: Path) -> None:
-    """b dies and comes back from its checkpoint; then all die, and the run is founded anew from what they saved."""
+    """b dies and comes back from its checkpoint; then all die, and go on with what is on their disks."""
     record = ("--set", "storage.record=true")
     with ending([]) as peers:
         a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=2)), *record)
@@ -355,6 +358,6 @@ def test_killed_resumed_and_killed_again(tmp_path: Path) -> None:
     result = audit([tmp_path / "a", tmp_path / "b"])
     assert result.violations == [], audit_text(result)
     assert [(row["lives"], row["without_goodbye"]) for row in result.peers] == [(2, 1), (3, 2)]
-    assert result.lineages == 2
+    assert result.lineages == 1
     replayed = again(tmp_path / "a", tmp_path / "b")
     assert set(verdicts(replayed)) == {"REPRODUCED"}, replay_text(replayed)

@@ -136,7 +136,7 @@ def test_contributors_that_take_turns_have_one_in_the_final_sync(
 ) -> None:
     names = [f"p{number}" for number in range(peers)]
     ending = RunEnd(100, fragments, may_leave_progress, most)
-    ending.on_commit(commit_of(version, 100, tuple(Counted(name, 0, 1, 1, 1) for name in names)))
+    ending.on_commit(commit_of(version, 100, tuple(Counted(name, 0, 0, 1, 1, 1) for name in names)))
     assert ending.last_version is not None
     counted: dict[int, set[str]] = {fragment: set() for fragment in range(fragments)}
     for final in range(version + may_leave_progress, ending.last_version + 1):
@@ -160,7 +160,7 @@ def test_who_copies_a_state_of_a_history_that_lacks_tokens_trains_again() -> Non
     assert ending.done
     ending.on_commit(commit_of(18, 90), copied=True)
     assert (ending.finishing, ending.done, ending.late) == (False, False, False)
-    ending.on_commit(commit_of(19, 110, (Counted("p0", 18, 21.0, 21, 1),)))
+    ending.on_commit(commit_of(19, 110, (Counted("p0", 0, 18, 21.0, 21, 1),)))
     assert ending.finishing
     assert not ending.done
 
@@ -187,7 +187,7 @@ def test_a_witness_that_missed_the_version_with_the_tokens_is_done(before: int) 
 
 def test_who_copies_the_state_that_has_the_tokens_takes_part_in_the_final_sync() -> None:
     ending = RunEnd(100, 3, True)
-    ending.on_commit(commit_of(9, 120, (Counted("p0", 8, 21.0, 21, 1),)), copied=True)
+    ending.on_commit(commit_of(9, 120, (Counted("p0", 0, 8, 21.0, 21, 1),)), copied=True)
     assert ending.finishing
     assert not ending.done
 
@@ -211,7 +211,7 @@ def test_contradictions_are_refused(sections: dict[str, dict[str, object]], what
 
 def commit_of(version: int, tokens: int = 0, counted: tuple[Counted, ...] = (), fragment: int = 0) -> Commit:
     view = tuple(Member(one.peer, 1, "") for one in counted)
-    return Commit(version, "", "l", fragment, view, counted, (), "", tokens, Leases(0, {}, (), 0), "")
+    return Commit(version, version, "", "l", fragment, view, counted, (), "", tokens, Leases(0, {}, (), 0), "")
 
 
 def line_of(
@@ -222,7 +222,7 @@ def line_of(
     state = OuterState(0, (optimizer.start(start.clone()),))
     codec = open_codec(CodecSection(name="fp32", zstd=False))
     weights, how = Weights({"a": start.clone()}), open_merge(merge, mix_alpha)
-    return Line(name, weights, layout, [codec], optimizer, Weighing(), state, merge=how, **settings)  # type: ignore[arg-type]
+    return Line(name, weights, layout, [codec], optimizer, Weighing(), state, merge=how, boot=0, **settings)  # type: ignore[arg-type]
 
 
 def close(lines: list[Line], sent: list[PendingContribution]) -> Closed:
@@ -233,7 +233,7 @@ def close(lines: list[Line], sent: list[PendingContribution]) -> Closed:
         for part in range(fragment.parts)
         for start, stop in [fragment.part_bounds(part)]
     ]
-    counted = tuple(Counted(line.peer, lines[0].state.version, 1, 0, 0) for line in lines)
+    counted = tuple(Counted(line.peer, 0, lines[0].state.version, 1, 0, 0) for line in lines)
     commit = commit_of(lines[0].state.version + 1, counted=counted)
     return Closed(replace(commit, state_digest=lines[0].state.digest, mean_digest=mean_digest(parts)), parts)
 
@@ -253,7 +253,7 @@ def test_eager_is_the_papers_replica_on_an_agreed_anchor(outer: OuterSection) ->
     start = torch.zeros(SIZE)
     lines = [line_of(name, start, outer, merge="eager") for name in "xyz"]
     for line in lines:
-        line.commit = commit_of(0, counted=tuple(Counted(name, 0, 1, 0, 0) for name in "xyz"))
+        line.commit = commit_of(0, counted=tuple(Counted(name, 0, 0, 1, 0, 0) for name in "xyz"))
     replicas = [start.clone() for _ in lines]
     optimizers = [open_outer(outer) for _ in lines]
     states = [optimizer.start(start.clone()) for optimizer in optimizers]
@@ -324,7 +324,7 @@ def test_progress_whose_tokens_are_committed_is_in_checkpoints(tmp_path: Path) -
 
 def test_a_contribution_that_comes_to_nothing_is_progress_again_under_eager() -> None:
     line = line_of("x", torch.zeros(SIZE), OuterSection(lr=0.4), merge="eager")
-    line.commit = commit_of(0, counted=(Counted("x", 0, 1, 0, 0), Counted("y", 0, 1, 0, 0)))
+    line.commit = commit_of(0, counted=(Counted("x", 0, 0, 1, 0, 0), Counted("y", 0, 0, 1, 0, 0)))
     train(line.parameters["a"], TARGETS[0])
     trained = line.parameters["a"].clone()
     line.sent = measured(line)
@@ -344,7 +344,7 @@ def test_what_eager_foresees_of_momentum_fades_with_each_version(outer: OuterSec
     expected = alone.start(torch.zeros(SIZE))
     for version, contributors in enumerate(([x, y], [y], [y], [x, y])):
         for line, target in zip((x, y), TARGETS, strict=False):
-            line.commit = commit_of(version, counted=(Counted("x", 0, 1, 0, 0), Counted("y", 0, 1, 0, 0)))
+            line.commit = commit_of(version, counted=(Counted("x", 0, 0, 1, 0, 0), Counted("y", 0, 0, 1, 0, 0)))
             train(line.parameters["a"], target)
         share = (x.state.fragments[0].anchor - x.parameters["a"]) / 2
         for line in contributors:
@@ -366,7 +366,7 @@ def test_eager_foresees_nothing_of_what_a_part_leaves_out(outer: OuterSection) -
     for version, left_out in enumerate((2, 0, 2)):
         start, stop = x.layout.fragments[0].part_bounds(left_out)
         for line, target in zip((x, y), TARGETS, strict=False):
-            line.commit = commit_of(version, counted=(Counted("x", 0, 1, 0, 0), Counted("y", 0, 1, 0, 0)))
+            line.commit = commit_of(version, counted=(Counted("x", 0, 0, 1, 0, 0), Counted("y", 0, 0, 1, 0, 0)))
             train(line.parameters["a"], target)
         share = (x.state.fragments[0].anchor - x.parameters["a"]) / 2
         share[start:stop] = 0
@@ -384,7 +384,7 @@ def test_eager_foresees_nothing_of_what_a_part_leaves_out(outer: OuterSection) -
 def test_eager_foresees_progress_and_not_what_was_dropped_before() -> None:
     residual = torch.full((SIZE,), 3.0)
     line = line_of("x", torch.zeros(SIZE), OuterSection(lr=0.4), merge="eager", feedback=0.5, residuals={0: residual})
-    line.commit = commit_of(0, counted=(Counted("x", 0, 1, 0, 0), Counted("y", 0, 1, 0, 0)))
+    line.commit = commit_of(0, counted=(Counted("x", 0, 0, 1, 0, 0), Counted("y", 0, 0, 1, 0, 0)))
     train(line.parameters["a"], TARGETS[0])
     gradient = -line.parameters["a"]
     sent = measured(line)
@@ -404,7 +404,7 @@ def test_what_may_be_counted_where_we_cannot_follow_is_no_progress_again(
     line.commit = commit_of(0)
     train(line.parameters["a"], TARGETS[0])
     line.sent = measured(line)
-    ours = (Counted("x", 0, 1, 0, 0),) if counted else ()
+    ours = (Counted("x", 0, 0, 1, 0, 0),) if counted else ()
     with pytest.raises(Diverged):
         step_outer(line, Closed(replace(commit_of(version, counted=ours), state_digest="another"), []))
     take_back(line)

@@ -1,15 +1,20 @@
 """The live screen and its plain lines, and the table at the end, as a person sees them."""
 
 import io
+import json
 import re
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from diloco.base.types import Progress
+from diloco.exchange.service import status_json
 from diloco.observe.events import Stamped, from_json
 from diloco.observe.screen import STRAGGLER_S, Screen, status_text, summary_table
+from diloco.protocol import messages as m
 from tests.helpers_events import PEERS, peer_events
+from tests.test_machine import B, standing
 
 TOTAL = 1_000_000
 
@@ -259,3 +264,18 @@ def test_what_a_member_answers_is_a_table() -> None:
         "\\x1b[31m   at the door         0         not yet       –       –       0 B   0 s ago   127.0.0.1:4000",
         "lima       silent             12              v1   2.310   2.56k   13.8 MB   0 s ago   127.0.0.1:4000",
     ]
+
+
+def test_who_answers_says_what_its_disk_takes() -> None:
+    """It has no disk for votes, another one's is full."""
+    machine = standing(7)
+    machine.hear(B, m.Heartbeat(7, 7, False, Progress(), abstains=True), 0.2)
+    text = status_text(json.loads(status_json(machine, None, 0, (), 0, 0.3, durable=False)))
+    assert "its votes are on no disk: after a restart it votes no more until it was let in anew" in text
+    rows = {line.split()[0]: line for line in text.splitlines() if line}
+    assert " abstains " in rows["b"]
+    assert " yes " in rows["a"]
+    machine.handle(m.Saved(1, refused=True), 0.4)
+    text = status_text(json.loads(status_json(machine, None, 0, (), 0, 0.5)))
+    assert "its disk takes no votes, so that it abstains: make room there, and it votes again" in text
+    assert "on no disk" not in text

@@ -162,7 +162,7 @@ def test_what_a_version_counts_that_training_never_saw_is_booked_as_committed(wo
 
 
 def commit_of(version: int) -> Commit:
-    return Commit(version, "", "", 0, (), (), (), f"mean of {version}", 0, Leases(0, {}), "")
+    return Commit(version, version, "", "", 0, (), (), (), f"mean of {version}", 0, Leases(0, {}), "")
 
 
 def test_another_rank_keeps_the_means_of_just_the_versions_that_it_is_to_apply() -> None:

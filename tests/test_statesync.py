@@ -203,7 +203,8 @@ def test_a_copy_that_takes_many_versions_is_not_in_vain(state: OuterState, mean_
         assert (copied.version == state.version) == leads_on
         latest = max(holder.held.version for holder in members.holders.values())
         assert latest == state.version + 24
-        assert all(holder.backlog.leads_on_from(copied.version) for holder in members.holders.values()) == leads_on
+        backlogs = [holder.backlog for holder in members.holders.values()]
+        assert all(backlog.leads_on_from(copied.version, None) for backlog in backlogs) == leads_on
 
     asyncio.run(scenario())
 
@@ -292,7 +293,7 @@ def test_the_state_of_a_version_is_the_one_that_the_next_was_made_on() -> None:
 
 def test_a_version_that_counts_us_is_known_when_our_lineage_ends() -> None:
     """Whether it is of the lineage that goes on, too, is told by the forks that led to the copied state."""
-    ours, untaken = Counted("a", 0, 1, 8, 1), Untaken("a", Backlog(4, STATE_BYTES), witness=True)
+    ours, untaken = Counted("a", 0, 0, 1, 8, 1), Untaken("a", Backlog(4, STATE_BYTES), witness=True)
     first, second, third = (replace(commit(at, ()), tokens=10 * at, counted=(ours,) * (at > 1)) for at in (1, 2, 3))
     for one in (first, second, third):
         untaken.add(Closed(one, ()), behind=False)
@@ -309,8 +310,8 @@ def test_a_founding_on_the_copied_state_waits_for_the_training_side() -> None:
     """It closed while the state of the version before it was copied, and has that version itself."""
     backlog = Backlog(4, STATE_BYTES)
     before, untaken = commit(7, ()), Untaken("a", backlog, witness=False)
-    apart = replace(before, fragment=-1, lineage="apart", previous=before.digest)
-    after = replace(commit(8, ()), lineage="apart", previous=apart.digest)
+    apart = replace(before, height=8, fragment=-1, lineage="apart", previous=before.digest)
+    after = replace(commit(8, ()), height=9, lineage="apart", previous=apart.digest)
     for one in (before, apart, after):
         backlog.add(Closed(one, ()), None)
     assert untaken.restart(7, before) == ([apart, after], False)
@@ -596,9 +597,35 @@ def test_the_latest_commits_are_kept() -> None:
     backlog = backlog_of(range(1, 10))
     assert kept(backlog) == [6, 7, 8, 9]
     assert [closed.commit.version for closed in backlog.after(7)] == [8, 9]
-    assert [backlog.leads_on_from(version) for version in (4, 5, 8, 9)] == [False, True, True, False]
+    for before in (None, commit):  # of a state that has none, its version tells
+        leads_on = [backlog.leads_on_from(at, before and before(at, ())) for at in (4, 5, 8, 9)]
+        assert leads_on == [False, True, True, False]
     backlog.clear()
     assert kept(backlog) == []
+
+
+def view_commit(before: Commit) -> Commit:
+    """Members changed, and nothing else."""
+    return replace(before, height=before.height + 1, previous=before.digest, fragment=-1, drafter="a", mean_digest="")
+
+
+def test_a_commit_that_only_changes_members_makes_no_version() -> None:
+    """It takes no place among those that are kept, and whoever has the state of its version needs it and no more."""
+    backlog, before = backlog_of(range(1, 5), kept=2), commit(4, ())
+    changed = view_commit(before)
+    after = replace(commit(5, ()), height=6, previous=changed.digest)
+    backlog.add(Closed(changed, ()), None)
+    assert (kept(backlog), backlog.leads_from) == ([3, 4, 4], 2)
+    assert [closed.commit for closed in backlog.after(4, before)] == [changed]
+    assert backlog.leads_on_from(4, before)
+    backlog.add(Closed(after, ()), None)
+    assert (kept(backlog), backlog.leads_from) == ([4, 4, 5], 3)
+    assert [closed.commit for closed in backlog.after(4, before)] == [changed, after]
+    assert [closed.commit for closed in backlog.after(4, changed)] == [after]
+    assert [closed.commit for closed in backlog.since(4)] == [changed, after]
+    assert backlog.leads_on_from(4, before)
+    assert backlog.leads_on_from(4, changed)
+    assert backlog.leads_on_from(4, None)  # what made version 5 was made on that state, whoever its members were
 
 
 @pytest.mark.parametrize(
@@ -832,7 +859,7 @@ def test_a_peer_that_missed_a_few_versions_catches_up_by_their_commits(world: Lo
     sleeper.peer.exchange.machine._membership._heartbeat_at = 0.0
     world.call(lambda: world.network.thaw(sleeper.address))
     assert len(world.settle(world.peers)) == 1
-    assert [commit.version for commit in sleeper.commits[-3:]] == [2, 3, 4]
+    assert [commit.version for commit in sleeper.commits if commit.moves][-3:] == [2, 3, 4]
     assert sleeper.copies == copies
 
 

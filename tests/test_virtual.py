@@ -50,8 +50,6 @@ from tests.references import ROOT, TRANSCRIPTS, transcript_now
 pytestmark = pytest.mark.no_cover  # which makes a simulation nearly twice as slow
 
 PLANS = sorted((ROOT / "tests" / "plans").glob("*.txt"))
-KNOWN = {"seed-7003563": "I7"}
-"""Plans that break an invariant until heirs are gone. That of seed 8079071, of the same bug, holds by now."""
 SEEDS, PER_TEST = 20, 10
 slow = pytest.mark.slow(queued=False)
 NOTICED_WITHIN = {
@@ -59,28 +57,20 @@ NOTICED_WITHIN = {
     "early-divisor": 10,
     "early-progress": 5,
     "private-mean": 5,
-    "stale-life": 10,
     "unseen-vote": 5,
     "lost-residual": 10,
     "shared-lease": 5,
-    "forgiven-offence": 100,
     "strange-vote": 30,
     "replay-heard": 10,
     "plain-radial": 10,
 }
 """Seeds; a seed whose plan has nothing for the bug to break costs no time."""
-SLOW = {"early-divisor", "stale-life"}
+SLOW = {"early-divisor"}
 NOTICED_IN = {
     "broken-promise": """
-        seed 11
-        delay_s 0.3
-        round_s 1.2
-        overlap 1
-        2.6 stop p0 for 2.01
-        3.14 slow p2 for 1.59
-        3.43 join j0
-        6.28 twin p0: blank
-        7.62 jump p2: 3
+        seed 9
+        peers 4
+        7 muffle for 16
     """,
     "deaf-coordinator": """
         peers 3
@@ -93,6 +83,14 @@ NOTICED_IN = {
         6 lie p2 for 0.6: two-faced
     """,
     "believed-omission": "3 lie p1 for 5: omits",
+    "stale-life": """
+        peers 3
+        7 cut p2 for 2
+        7 kill p0: before Committed
+        7 kill p1: after Accept
+        8.6 restart p1: disk
+    """,
+    "forgiven-offence": "1 lie p2 for 8: short",
     "clock-believed": """
         3 kill p1
         4 restart p1: no clock
@@ -122,19 +120,19 @@ def test_plans_that_once_broke_something_hold(path: Path) -> None:
     """Each as its seed was drawn when it broke, by a simulator that had a model of a peer in place of a whole one, with
     rounds of four delays at least."""
     violation = world_of(read_plan(path)).run().violation
-    assert violation.partition(":")[0] == KNOWN.get(path.stem, ""), violation
+    assert not violation
 
 
 def test_every_seed_of_the_table_of_bugs_has_its_plan() -> None:
     rows = re.findall(r"^\| B\d+ \| ([\d ]+) \|", (ROOT / "docs" / "how" / "bugs.md").read_text(), re.MULTILINE)
     assert len(rows) > 30
-    assert {f"seed-{seed}" for row in rows for seed in row.split()} | KNOWN.keys() <= {path.stem for path in PLANS}
+    assert {f"seed-{seed}" for row in rows for seed in row.split()} <= {path.stem for path in PLANS}
 
 
 def test_votes_for_a_mean_that_died_with_the_evicted_are_not_counted_for_the_next() -> None:
     """p0 and the witness accept a version, and p0 dies with it; p1 is told to go on, and asks the witness anew."""
-    faults = (Fault(3.0, "cut", "p1", 6.0), Fault(4.2, "kill", "p0", how="before Committed"))
-    outcome = narrate(FaultPlan(seed=30, peers=2, witnesses=1, faults=faults))
+    faults = (Fault(6.0, "cut", "p1", 6.0), Fault(7.2, "kill", "p0", how="before Committed"))
+    outcome = narrate(FaultPlan(seed=31, peers=2, witnesses=1, faults=faults))
     assert any("died with an evicted peer" in line for line in outcome.lines)
     assert not outcome.violation
 
@@ -150,7 +148,7 @@ def test_a_state_that_changes_in_memory_is_found_and_copied(policy: str) -> None
 @slow
 def test_who_comes_back_with_its_clock_set_back_finds_those_who_went_on_apart() -> None:
     """p1 asks to join just before p0 founds a lineage, and is heard when its former life is forgotten."""
-    faults = (Fault(3.25, "leave", "p2"), Fault(4.61, "kill", "p1"), Fault(6.5, "restart", "p1", how=NO_CLOCK))
+    faults = (Fault(3.25, "leave", "p2"), Fault(4.61, "kill", "p1"), Fault(9.5, "restart", "p1", how=NO_CLOCK))
     outcome = narrate(FaultPlan(seed=1, peers=3, without_majority="continue", round_s=1.0, overlap=1.0, faults=faults))
     assert any("FOUNDS version 3, view p0" in line for line in outcome.lines)
     assert not outcome.violation
@@ -177,14 +175,14 @@ def test_transcript(path: Path) -> None:
 
 
 TOLD = {
-    "all_die_and_resume": "begins again from its checkpoint.*CLOSES version 3",
-    "coordinator_dies_after_propose": "p1 +DIES.*proposing again what was accepted.*CLOSES version 2 counting p0 p1",
+    "all_die_and_resume": r"begins again.*Begin (\d)[.]1 with p0 p1 p2.*Propose \1[.]1 .*CLOSES .* counting p0 p1 p2;",
+    "coordinator_dies_after_propose": "p1 +DIES.*proposing again what was accepted.*CLOSES .* counting p0 p1",
     "cut_off_peer_keeps_its_vote": "CUT OFF.*CLOSES .* counting p0 p2;.*p2 +DIES.*reachable.*CLOSES .* counting p0 p1;",
-    "fork_and_healing": "FOUNDS version 1.*FOUNDS version 1.*goes on; [1-9].* tokens of ours are void.*copies",
-    "half_against_half_waits": "CUT OFF.* a commit takes 3.*reachable.*CLOSES version 2 counting p0 p1 p2 p3",
+    "fork_and_healing": r"FOUNDS version \d.*FOUNDS version \d.*goes on; [1-9].* tokens of ours are void.*copies",
+    "half_against_half_waits": "CUT OFF.* a commit takes 3.*reachable.*CLOSES .* counting p0 p1 p2 p3",
     "joiner_copies_while_a_member_dies": "j0 +copies the state from p1.*p1 +DIES.*j0 +has copied version",
-    "killed_owner_is_repaired": "Begin 2.0 .* p0:0-1.*p0 +DIES.*Repair 2.0 number 1 without p0.*CLOSES version 2",
-    "leaver_gives_its_vote": "CLOSES version 1.*Goodbye at 2.0, my vote to p0.*CLOSES version 2",
+    "killed_owner_is_repaired": r"Begin (\d)[.]0 .* p0:0-1.*p0 +DIES.*Repair \1[.]0 number 1 without p0.*CLOSES",
+    "leaver_goes_when_others_stand_without_it": "asked to LEAVE.*CHANGES members.*Goodbye.*CLOSES .* counting p0;",
     "liar_is_left_out": "absurdly large.*refuses Heartbeat of p1: BARRED",
     "operator_evicts_the_dead": "1 of 2 voters can be reached.*an operator declared p1 dead.*CLOSES version",
     "started_twice": "is STARTED TWICE.*thaws.*refuses Heartbeat of p1: FENCED.*asking to be taken in again",
@@ -262,7 +260,7 @@ def test_a_version_that_is_not_made_of_what_was_recorded_is_noticed() -> None:
 @pytest.mark.slow(queued=False)
 def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> None:
     """Three times as many peers: about as many versions, and three times as many contributions; heartbeats go from all
-    to all, a commit from one peer to each, twice at most."""
+    to all, a commit from one peer to each, twice at most, but for who is behind. Who comes or goes costs another."""
 
     def measured(peers: int, seed: int = 0) -> dict[str, Any]:
         options = SwarmOptions(peers, 20.0, speeds=(0.4, 1.0), churn_per_minute=0.6, round_s=6.0, seed=seed)
@@ -275,10 +273,10 @@ def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> 
         assert result["held"]["means"] <= 6
         assert result["held"]["backlog"] <= 5
         assert sum(result["faults"].values()) > 0
-    # Whoever is cut off or joins gets commits from all, too, until it is there: 0.1 to 1.2 times as many, by the seed.
+    # Whoever is cut off or joins gets commits from all, too, until it is there: 1 to 3 times as many, by the seed.
     for results in ([small], [large, other]):
         commits = sum(one["bytes_per_peer_per_s_by_kind"]["Committed"] * one["seconds"] for one in results)
-        assert commits < 2 * sum(one["versions"] * one["commit_bytes"] for one in results)
+        assert commits < 3 * sum((one["versions"] + one["view_commits"]) * one["commit_bytes"] for one in results)
     few, many = (result["versions"] * result["contributors"] for result in (small, large))
     assert 2.5 * few < many
     assert large["versions"] <= 2 * small["versions"]

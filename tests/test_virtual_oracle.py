@@ -26,30 +26,14 @@ ALL_DIE = (Fault(9.0, "blackout", "*"), Fault(9.5, "resume", "p0"))
 FOUNDED_TWICE = (Fault(5.0, "blackout", "*"), Fault(5.5, "resume", "p0"))
 HALVES = (Fault(3.0, "cut", "p0", 6.0, "both"),)
 DUEL = (Fault(2.0, "duel", "", 16.0),)
-LEAVES = (Fault(3.0, "leave", "p0", how="after SendContribution"),)
-PROMISED = FaultPlan(
-    seed=75,
-    fragments=2,
-    optimizer="adam",
-    weighting="tokens",
-    delay_s=0.005,
-    proven=True,
-    round_s=1.0,
-    overlap=0.3,
-    feedback=0.95,
-    calm_s=3.0,
-    faults=(Fault(1.16, "duel", "", 16.0),),
-)
-
 SHOWN: dict[str, tuple[str, FaultPlan]] = {
-    "no-heirs": ("I1", FaultPlan(peers=2, round_s=1.0, faults=LEAVES)),
     "no-proofs": ("I7", FaultPlan(peers=2, proven=True, faults=KILLED)),
     "tells-no-votes": ("I7", FaultPlan(peers=2, faults=KILLED)),
-    "oldest-accepted": ("I1", FaultPlan(peers=3, faults=DUEL)),
+    "oldest-accepted": ("I1", FaultPlan(seed=1, peers=4, faults=(Fault(9.0, "duel", "", 16.0),))),
     "deaf-coordinator": ("I1", FaultPlan(peers=3, faults=DUEL)),
-    "broken-promise": ("I1", PROMISED),
+    "broken-promise": ("I1", FaultPlan(seed=9, peers=4, faults=(Fault(7.0, "muffle", "", 16.0),))),
     "believes-suspicion": ("I1", FaultPlan(peers=2, faults=AWAY)),
-    "half-is-enough": ("I1", FaultPlan(peers=4, faults=(Fault(3.0, "cut", "p0+p1", 5.0, "both"),))),
+    "half-is-enough": ("I5", FaultPlan(peers=4, faults=(Fault(3.0, "cut", "p0+p1", 5.0, "both"),))),
     "unseen-vote": ("I5", FaultPlan(peers=3)),
     "books-twice": ("I2", TWO),
     "books-nothing-copied": ("I2", FaultPlan(peers=3, faults=AWAY)),

@@ -30,7 +30,7 @@ def view(*peers: str, witness: str = "") -> list[Member]:
 
 
 def counted(**weights: int) -> list[Counted]:
-    return [Counted(peer, 7, weight, 60, 6) for peer, weight in weights.items()]
+    return [Counted(peer, 0, 7, weight, 60, 6) for peer, weight in weights.items()]
 
 
 # ---------------------------------------------------------------- weights

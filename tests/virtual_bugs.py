@@ -7,7 +7,7 @@ Here, and only here, these tests know names inside of production's classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,11 +24,12 @@ from diloco.exchange.lives import Lives
 from diloco.exchange.work import LanePayloads
 from diloco.peer.peer import Peer
 from diloco.peer.waits import Refusal
+from diloco.protocol import coordinator, vote
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
-from diloco.protocol import view
 from diloco.protocol.membership import Membership
-from diloco.protocol.reduction import Tally
 from diloco.protocol.view import Electorate
+from diloco.protocol.vote import Promised, Voters
 from diloco.run.past import PastRun
 from diloco.simulate.virtual.planted import plant
 from diloco.storage.checkpoint import Checkpoint
@@ -53,36 +54,34 @@ def behaving_wrongly(bug: str) -> Iterator[None]:
         yield
 
 
-def _no_heirs() -> Instead:
-    return [(Electorate, "bequeath", lambda electorate, leavers, heir: None)]
-
-
 def _no_proofs() -> Instead:
-    return [(Electorate, "died", lambda electorate, member: None)]
+    return [(Electorate, "died", lambda electorate, member, boot: None)]
 
 
 def _oldest_accepted() -> Instead:
-    def oldest(tally: Tally) -> Commit | None:
-        accepting = [ready for ready in tally.ready.values() if ready.accepted is not None]
-        first = min(accepting, key=lambda ready: ready.accepted_attempt, default=None)
-        return first.accepted if first is not None else None
+    def oldest(promises: Mapping[str, Promised], voters: Voters, dead: Collection[tuple[str, int]]) -> list[str]:
+        accepting = [promise for promise in promises.values() if promise.value]
+        first = min(accepting, key=lambda promise: promise.attempt, default=None)
+        found = choices(promises, voters, dead)
+        return [first.value for _ in found] if first is not None else found
 
-    return [(Tally, "accepted", oldest)]
+    choices = vote.choices
+    return [(coordinator, "choices", oldest)]
 
 
 def _believes_suspicion() -> Instead:
-    return [(Lives, "proven", lambda lives, member: True)]
+    return [(Lives, "proven", lambda lives, member: 2**62)]
 
 
 def _half_is_enough() -> Instead:
-    return [(view, "votes_needed", lambda members, gone: max(members // 2, 1))]
+    return [(Voters, "suffice", lambda voters, votes, dead: 2 * len(votes) >= len(voters.boots))]
 
 
 def _books_twice() -> Instead:
     committed = Journal.committed
 
-    def twice(journal: Journal, commit: Commit, mine: Counted | None) -> None:
-        committed(journal, commit, replace(mine, tokens=2 * mine.tokens) if mine else None)
+    def twice(journal: Journal, commit: Commit, mine: Counted | None, state_digest: str = "") -> None:
+        committed(journal, commit, replace(mine, tokens=2 * mine.tokens) if mine else None, state_digest)
 
     return [(Journal, "committed", twice)]
 
@@ -134,10 +133,10 @@ def _resumes_from_nothing() -> Instead:
 
 
 def _voids_nothing() -> Instead:
-    return [(m.Resync, "__init__", _void_init)]
+    return [(fx.Resync, "__init__", _void_init)]
 
 
-def _void_init(effect: m.Resync, source: Any, discarded_tokens: int) -> None:
+def _void_init(effect: fx.Resync, source: Any, discarded_tokens: int) -> None:
     object.__setattr__(effect, "source", source)
     object.__setattr__(effect, "discarded_tokens", 0)
 
@@ -166,7 +165,7 @@ def _cuts_ledger_short() -> Instead:
 
     def shorter(data: bytes) -> Any:
         lines = data.splitlines(keepends=True)
-        return scan(b"".join(lines[:-1])) if len(lines) > 2 else scan(data)
+        return scan(b"".join(lines[:2])) if len(lines) > 2 else scan(data)
 
     def opening(self: Ledger, file: Any, warn: Any) -> None:
         ledger.scan = shorter
@@ -182,7 +181,7 @@ def _cuts_ledger_short() -> Instead:
 
 def _founds_with_majority() -> Instead:
     def lonely(membership: Membership) -> str:
-        return "" if len(membership.alive()) == len(membership.chain.view) else "somebody is missing"
+        return "somebody is missing"
 
     return [(Membership, "no_majority", lonely)]
 

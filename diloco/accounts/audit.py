@@ -120,18 +120,19 @@ def examine(books: Sequence[Book], chain: ChainRecord) -> Audit:
 
 
 def _agreement(chain: ChainRecord) -> Iterator[Finding]:
-    """Audit of I1: several commits of a version, or several states of a commit, in the ledgers' chain."""
-    for (lineage, version), digests in chain.places.items():
+    """Audit of I1: several commits of a height, or several states of a commit, in the ledgers' chain."""
+    for (lineage, _), digests in chain.places.items():
         if len(digests) > 1:
+            version = chain.commits[next(iter(digests))].version
             named = "; ".join(f"{digest[:12]} ({source})" for digest, source in digests.items())
-            yield Finding("I1", "", version, 0, f"lineage {lineage} has several commits of one version: {named}")
+            yield Finding("I1", "", version, 0, f"lineage {lineage} has several commits in one place: {named}")
     for digest, states in chain.states.items():
         if len(states) > 1:
             named = "; ".join(f"{state[:12]} ({source})" for state, source in states.items())
             yield Finding("I1", "", chain.commits[digest].version, 0, f"several states of one commit: {named}")
     for commit in chain.commits.values():
         before = chain.states.get(commit.previous)
-        if before and commit.state_digest not in before:
+        if before and not commit.drafter and commit.state_digest not in before:
             yield Finding("I1", "", commit.version, 0, f"made on state {commit.state_digest[:12]}, which nobody held")
 
 
@@ -224,13 +225,15 @@ def _kept_and_counted(lives: Iterable[tuple[str, RecordedLife]], chain: ChainRec
 
 
 def _first_after(before: str, record: Record, chain: ChainRecord) -> Commit | None:
-    """First commit on the chain from a ledger's last commit `before` to a record's; None where no path is known."""
+    """First version commit on the chain from a ledger's last commit `before` to a record's, or else the first commit;
+    None where no path is known."""
     if before not in chain.commits:
         return None
-    commit = chain.commits.get(record.fields["digest"]) if "digest" in record.fields else None
+    commit, path = chain.commits.get(record.fields["digest"]) if "digest" in record.fields else None, list[Commit]()
     while commit is not None and commit.previous != before:
+        path.append(commit)
         commit = chain.commits.get(commit.previous) if record.kind == "adopt" else None
-    return commit
+    return next((one for one in (commit, *path[::-1]) if one.moves), commit) if commit is not None else None
 
 
 MAX_LIVES_OF_A_PROCESS = 1000
@@ -239,11 +242,8 @@ MAX_LIVES_OF_A_PROCESS = 1000
 
 def _contribution(life: RecordedLife, before: str, passed: Commit, chain: ChainRecord) -> Counted | None:
     """Entry in commit `passed` for a contribution of this ledger's life, which the view before names; None without."""
-    peer = life.opening["peer"]
-    member = chain.commits[before].member(peer)
-    if member is None or not _lived(life, member):
-        return None
-    return next((entry for entry in passed.counted if entry.peer == peer), None)
+    name = life.opening["peer"], life.opening["boot"]
+    return next((entry for entry in passed.counted if (entry.peer, entry.boot) == name), None)
 
 
 def _lived(life: RecordedLife, member: Member) -> bool:
@@ -303,13 +303,13 @@ def _audit_checkpoints(paths: Iterable[Path], chain: ChainRecord, gaps: Collecti
 def _lineage_findings(books: Sequence[Book], chain: ChainRecord) -> Iterator[Finding]:
     """Audit of I8. Both where the ledgers' chain forks and where a lineage begins, only a founding may do it."""
     for children in chain.forks():
-        plain = [commit for commit in children if commit.fragment >= 0]
+        plain = [commit for commit in children if not commit.founds]
         if len(plain) > 1:
             names = ", ".join(sorted(commit.digest[:12] for commit in plain))
             yield Finding("I8", "", plain[0].version, 0, f"one commit has several successors: {names}")
     for commit in chain.commits.values():
         before = chain.commits.get(commit.previous)
-        if before and commit.fragment >= 0 and before.lineage != commit.lineage:
+        if before and not commit.founds and before.lineage != commit.lineage:
             text = f"goes on in lineage {commit.lineage} after {before.lineage} without a founding"
             yield Finding("I8", "", commit.version, 0, text)
     if books[0].lives[-1].opening["contract"]["membership"].get("without_majority", "wait") != "wait":
@@ -318,7 +318,7 @@ def _lineage_findings(books: Sequence[Book], chain: ChainRecord) -> Iterator[Fin
     # A ledger with a gap is left out: its peer may have founded any lineage there. An old copy lacks whole lives.
     lives = [life for book in books if not any(one.of("gap") for one in book.lives) for life in book.lives]
     for commit in chain.commits.values():
-        if commit.fragment >= 0 or commit.lineage in founded:
+        if not commit.founds or commit.evicted or commit.lineage in founded:
             continue
         if all(any(_lived(life, member) for life in lives) for member in commit.view):
             yield Finding("I8", "", commit.version, 0, f"lineage {commit.lineage} begins here, and nobody founded it")
@@ -347,7 +347,7 @@ def _forks(books: Sequence[Book], chain: ChainRecord) -> Iterator[ChainFork]:
 def _notes(books: Iterable[Book], chain: ChainRecord) -> Iterator[Finding]:
     """Audit notes: ledgers that begin late, end in half a record, or miss records for which the disk had no room."""
     for first in chain.roots()[:1]:
-        if first.version > 0 or first.fragment >= 0:  # else it founds the run
+        if first.version > 0 or not first.founds:  # else it founds the run
             yield Finding("", "", first.version, 0, f"the ledgers given begin at version {first.version}")
     for book in books:
         if book.torn_bytes:

@@ -25,7 +25,7 @@ class ChainRecord:
     states: dict[str, dict[str, str]] = field(default_factory=dict)
     """Digest of the commit -> digest of the state after it -> the first ledger line with it."""
     places: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
-    """Lineage and version -> digest of the commit -> the first ledger line with it. More than one is a broken run."""
+    """Lineage and height -> digest of the commit -> the first ledger line with it. More than one is a broken run."""
     children: dict[str, list[Commit]] = field(default_factory=dict)
     """Digest -> commits that name it as `previous`."""
 
@@ -36,12 +36,12 @@ class ChainRecord:
             self.commits[digest] = commit
             self.children.setdefault(commit.previous, []).append(commit)
         self.states.setdefault(digest, {}).setdefault(state_digest, source)
-        self.places.setdefault((commit.lineage, commit.version), {}).setdefault(digest, source)
+        self.places.setdefault((commit.lineage, commit.height), {}).setdefault(digest, source)
 
     def roots(self) -> list[Commit]:
         """Commits of the chain whose `previous` is in no ledger, oldest first, a founding before what follows it."""
         found = [commit for commit in self.commits.values() if commit.previous not in self.commits]
-        return sorted(found, key=lambda commit: (commit.version, commit.fragment >= 0, commit.lineage))
+        return sorted(found, key=lambda commit: (commit.version, not commit.founds, commit.lineage))
 
     def heads(self) -> list[Commit]:
         """Commits of the ledgers' chain without a successor, the one that goes on first."""

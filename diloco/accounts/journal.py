@@ -4,7 +4,7 @@ The journal books every token (always), in a ledger and with recorded contributi
 contribution in a file, `diloco replay` can make the versions again that count it.
 
     <directory>/recorded/v00000012.f0.5f2c9a7e.00c3a1b2d4e5.bin
-        version of the anchor it was measured on . fragment . digest of that version's commit . incarnation
+        version of the anchor it was measured on . fragment . digest of that version's commit . boot
 
     line 1    checksum and JSON: peer, sizes of the fragment, counts, and of every encoded part [bytes, SHA-256]
     then      the encoded parts, one behind the other
@@ -36,7 +36,7 @@ from diloco.protocol.messages import Fork
 
 RECORDED = "recorded"
 MAX_HEADER_BYTES = 2**26  # half a million parts
-COUNTS = ("base_version", "weight", "tokens", "blocks")
+COUNTS = ("boot", "base_version", "weight", "tokens", "blocks")
 """Fields of a contribution that a commit counts, as `Counted` has them behind the peer's name."""
 _NAME = re.compile(r"v(\d{8,18})\.f(\d{1,6})\.[0-9a-f]{8}\.[0-9a-f]{12,16}\.bin")
 
@@ -47,7 +47,7 @@ class Recorder:
 
     directory: Path
     peer: str
-    incarnation: int
+    boot: int
     versions: int
     """Versions whose contributions are kept; 0: all."""
     warn: Callable[[str], None]
@@ -65,7 +65,7 @@ class Recorder:
             **{name: getattr(contribution, name) for name in COUNTS},
             "parts": [[len(part), hashlib.sha256(part).hexdigest()] for part in contribution.parts],
         }
-        name = f"v{contribution.base_version:08d}.f{contribution.fragment}.{base[:8]:0>8}.{self.incarnation:012x}.bin"
+        name = f"v{contribution.base_version:08d}.f{contribution.fragment}.{base[:8]:0>8}.{self.boot:012x}.bin"
         beside = self.directory / f".{name}.tmp"
         try:
             make_folders(self.directory)
@@ -173,7 +173,7 @@ class Journal:
         self._recorded: Contribution | None = None
         if directory is not None and storage.record:
             where = directory / RECORDED
-            self.recorder = Recorder(where, opening.peer, opening.incarnation, storage.record_versions, warn)
+            self.recorder = Recorder(where, opening.peer, opening.boot, storage.record_versions, warn)
 
     @property
     def totals(self) -> Totals:
@@ -201,11 +201,13 @@ class Journal:
         self.trained_tokens += tokens
         self.line.trained.add(tokens, blocks)
 
-    def committed(self, commit: Commit, mine: Counted | None) -> None:
-        """Book a version that the line applied, in the ledger, too. `mine`: this life's contribution, if counted."""
+    def committed(self, commit: Commit, mine: Counted | None, state_digest: str = "") -> None:
+        """Book a version that the line applied, in the ledger, too. `mine`: this life's contribution, if counted.
+        `state_digest`: of the state after it, where that is not the line's."""
         self.committed_tokens += mine.tokens if mine else 0
         if self._ledger is not None:
-            self._ledger.committed(commit, self.line.state.digest, mine is not None, self.totals)
+            state_digest = state_digest or self.line.state.digest
+            self._ledger.committed(commit, state_digest, mine is not None, self.totals)
 
     def adopted(self, mine: Counted | None, discarded: int, forks: Sequence[Fork]) -> None:
         """Book a state copy: `mine` as committed if a passed-over version counts it, else lose `discarded` tokens.

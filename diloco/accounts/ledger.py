@@ -40,7 +40,8 @@ from diloco.base.files import disk, make_folders, sync_path
 from diloco.base.sealed import canonical, sealed_line, unsealed
 from diloco.base.types import Commit, Member
 
-FORMAT = 1
+FORMAT = 2
+"""1 had commits without height and voters, and lives without boots."""
 LEDGER = "ledger.jsonl"
 
 
@@ -62,11 +63,14 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Start of a life in a ledger: one process of a peer, from its start to its end."""
+    """Start of a process of a peer in its ledger, which books its tokens from its start to its end."""
 
     peer: str
     incarnation: int
-    """At the start of the life: a peer that was out of the view for a while goes on under another."""
+    """That of its life: a process that goes on with its disk has that of the one before, and one that was out of the
+    view for a while goes on under another."""
+    boot: int
+    """The process (`Counted`): its start in microseconds (`new_incarnation`)."""
     run: str
     contract_digest: str
     lineage: str
@@ -159,6 +163,10 @@ class DamagedLine(Exception):
         self.line = line
 
 
+class OtherFormat(DamagedLine):
+    """A line of a ledger is of another release."""
+
+
 def scan(data: bytes) -> Scan:
     """Records of a ledger up to a torn tail: half a line, zeros, or any bytes behind which no whole record follows.
 
@@ -176,6 +184,8 @@ def scan(data: bytes) -> Scan:
         found = tree.pop("n", -1)
         if found != len(records):
             raise DamagedLine(number, f"holds record {found}, record {len(records)} was expected")
+        if not _is(tree.get("format", FORMAT), int) or tree.get("format", FORMAT) != FORMAT:
+            raise OtherFormat(number, f"is of format {tree['format']!r:.20}, and this diloco reads {FORMAT}")
         records.append(Record(len(records), tree.pop("kind", ""), tree))
         whole_bytes += len(line) + 1
     return Scan(tuple(records), whole_bytes, len(data) - whole_bytes)
@@ -390,6 +400,9 @@ def read_ledger(path: Path, *checks: Callable[[Record], None]) -> Scan:
 
 
 def _damaged(path: Path, error: DamagedLine) -> StateError:
+    if isinstance(error, OtherFormat):
+        fix = "audit and replay it with the release that wrote it; to go on from a checkpoint, move the ledger away"
+        return StateError(f"ledger {path}: {error}", fix)
     return StateError(f"ledger {path}: {error}", "move it away, and keep it: no crash of a peer does that")
 
 
@@ -454,33 +467,18 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
         return None
     commit = last.commit if last else None
     stood = {version: frozenset(digests) for version, digests in history.items()} if whole else None
-    return LeftOff(opening["peer"], opening["contract_digest"], opening["incarnation"], version, commit, stood)
+    return LeftOff(opening["peer"], opening["contract_digest"], opening["boot"], version, commit, stood)
 
 
-@dataclass(frozen=True, slots=True)
-class PastVersion:
-    """A version that a peer applied in an earlier life, as its ledger has it."""
-
-    commit: Commit
-    state: str
-    """Digest of the state after it."""
-
-
-def closed_since(directory: Path, commit: Commit | None) -> Sequence[PastVersion]:
-    """Versions that the ledger in a peer's folder ends with and that follow this commit, in order; none where the
-    ledger cannot be read, or does not lead back there."""
+def states_and_boot(directory: Path) -> tuple[Mapping[str, str], int]:
+    """Digests of states after commits, by digest of the commit, and the boot of the last process, as the ledger in a
+    peer's folder has them; none and 0 where it cannot be read."""
     try:
         records = read_ledger(directory / LEDGER).records
-        commits = {record.fields["digest"]: record for record in records if record.kind == "commit"}
-        digest = next((record.fields["digest"] for record in reversed(records) if "digest" in record.fields), "")
-        found = list[PastVersion]()
-        while digest in commits and (commit is None or digest != commit.digest):
-            record = commits[digest]
-            found.append(PastVersion(record.commit, record.fields["state"]))
-            digest = found[-1].commit.previous
     except (StateError, ValueError):
-        return ()
-    return found[::-1] if commit is not None and digest == commit.digest else ()
+        return {}, 0
+    states = {record.fields["digest"]: record.fields["state"] for record in records if record.kind == "commit"}
+    return states, max((record.fields["boot"] for record in records if record.kind == "open"), default=0)
 
 
 def _keep_leading(history: dict[int, dict[str, Mapping[str, Any]]], forks: Mapping[str, int]) -> None:

@@ -126,7 +126,7 @@ class Redo(Decision):
     drops: bool
 
 
-class Save(Decision):
+class SaveCheckpoint(Decision):
     """Begin a checkpoint. `local`: with the local weights."""
 
     local: bool

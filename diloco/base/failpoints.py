@@ -42,6 +42,8 @@ POINTS: Final[Mapping[str, str]] = {
     "in-repair": "a death in the round was noticed and its parts get new owners",
     "before-outer": "a committed version is about to be applied",
     "before-merge": "the outer step is done, the weights and the state are still the old ones",
+    "before-vote-sync": "a promise, a vote or a new head is written down, but not synced to the disk",
+    "before-log-sync": "a mean is whole in the log, but not synced to the disk",
     "before-ledger-sync": "a commit is written to the ledger, but not synced to the disk",
     "mid-checkpoint": "the first file of a checkpoint is written, others and manifest are not; training goes on",
     "serving-state": "a joiner was given a chunk of the state by us",

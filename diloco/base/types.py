@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, Any, Final
@@ -55,16 +55,27 @@ StateVersion = Annotated[int, MinValue(-1)]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One peer as the others know it."""
+    """One life of a peer as the others know it. Equal are those of one life, whatever address they give."""
 
     peer: str
     """Name, unique in the run; kept when the peer comes back."""
     incarnation: int
     """Larger at each start of the process (`clock.new_incarnation`), so that no earlier life is taken for this one."""
-    address: str
+    address: str = field(compare=False)
     """`host:port` of its exchange."""
-    witness: bool = False
+    witness: bool = field(default=False, compare=False)
     """It only votes: it holds no state, trains nothing, owns no parts and coordinates nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Voter:
+    """A member that votes on the successor of a commit."""
+
+    peer: str
+    boot: int
+    """Its process (`Counted`), as the drafter knew it: the vote of another counts in a majority, and in no half."""
+    since: Annotated[int, MinValue(-1)]
+    """Version of the commit that first named it: it has voted on all later ones. Of a founder one below its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +105,11 @@ class Leases:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """One contribution as a commit counts it."""
+    """One contribution as a commit counts it. Boot and base version name it among those of a peer."""
 
     peer: str
+    boot: int
+    """The process of the peer that trained it, by its start (`clock.new_incarnation`): another has other progress."""
     base_version: int
     """The version whose anchor it is measured against."""
     weight: int
@@ -121,28 +134,57 @@ class Omitted:
 
 @dataclass(frozen=True)
 class Commit:
-    """The record that makes a version. Commits form a chain by `previous`."""
+    """A record on which the peers of a run agreed. Commits form a chain by `previous`.
+
+    A *version commit* makes a version: a mean moves a fragment's anchor. A *view commit* only changes members; its
+    version is that of the commit before. A *founding* begins a lineage, on the state of the commit before.
+    """
 
     version: int
+    height: int
+    """Commits before it in its chain, foundings among them: two of one height are of two lineages."""
     previous: str
     """Digest of the commit before; the contract's digest for the first."""
     lineage: str
     """Which founding this chain descends from: a new one at each `diloco peer CONTRACT` and each refounding resume."""
     fragment: int
-    """The fragment whose anchor moves; -1 for a founding, which moves none."""
+    """The fragment whose anchor moves; -1 for a view commit or a founding, which move none."""
     view: tuple[Member, ...]
-    """Members of the run from this version on, in order of admission."""
+    """Members of the run from now on, in order of admission."""
     counted: tuple[Counted, ...]
     """In the order of summation; each counts in at least one part."""
     omitted: tuple[Omitted, ...]
     """Where somebody counted does not count, by peer, then by part; empty when all went well."""
     mean_digest: str
-    """`diloco.outer.average.mean_digest` of the encoded mean's parts; empty for a founding."""
+    """`diloco.outer.average.mean_digest` of the encoded mean's parts; empty where nothing moves."""
     tokens: int
     """Tokens committed since the run began, this version included."""
     leases: Leases
     state_digest: str
-    """Digest of anchor and outer state *before* this commit (`OuterState.digest`), on which all counted peers agree."""
+    """Digest of anchor and outer state *before* this commit (`OuterState.digest`), on which all counted peers agree.
+    Empty for a view commit."""
+    drafter: str = ""
+    """The peer that drafted a view commit, which then begins the next attempt; empty for others."""
+    voters: tuple[Voter, ...] = ()
+    """Members that vote on the next commit. The others are learners: served and counted, and named voters later."""
+    evicted: tuple[str, ...] = ()
+    """Voters of the commit before whose lives an operator ended. Where those left are no majority, it is a founding."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether the commit makes a version."""
+        return self.fragment >= 0
+
+    @property
+    def founds(self) -> bool:
+        """Whether the commit founds a lineage."""
+        return self.fragment < 0 and not self.drafter
+
+    @cached_property
+    def voting(self) -> tuple[Member, ...]:
+        """Members that vote on the next commit."""
+        names = {voter.peer for voter in self.voters}
+        return tuple(member for member in self.view if member.peer in names)
 
     def to_bytes(self) -> bytes:
         """The commit as canonical JSON (UTF-8, sorted keys, no blanks)."""
@@ -179,10 +221,14 @@ class Commit:
             tree = json.loads(data)
             commit = Commit(
                 version=_int(tree["version"]),
+                height=_int(tree["height"]),
                 previous=_text(tree["previous"]),
                 lineage=_text(tree["lineage"]),
                 fragment=_int(tree["fragment"], low=-1),
+                drafter=_text(tree["drafter"]),
                 view=tuple(_member(entry) for entry in tree["view"]),
+                voters=tuple(_voter(entry) for entry in tree["voters"]),
+                evicted=tuple(map(_text, tree["evicted"])),
                 counted=tuple(_counted(entry) for entry in tree["counted"]),
                 omitted=tuple(_omitted(entry) for entry in tree["omitted"]),
                 mean_digest=_text(tree["mean_digest"]),
@@ -197,6 +243,19 @@ class Commit:
         return commit
 
 
+def with_height(text: str) -> str:
+    """The text of a commit; that of one from before there were heights and voters, as in old checkpoints, with them."""
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(tree, dict) or "height" in tree or not isinstance(tree.get("counted"), list):
+        return text
+    tree |= {"height": tree.get("version"), "drafter": "", "voters": [], "evicted": []}
+    tree["counted"] = [{**entry, "boot": 0} for entry in tree["counted"] if isinstance(entry, dict)]
+    return json.dumps(tree, sort_keys=True, separators=(",", ":"))
+
+
 def _slots(record: Any) -> dict[str, Any]:
     """Fields of a plain value within a commit, by name. `asdict` would copy them all and take three times as long."""
     return {name: getattr(record, name) for name in record.__slots__}
@@ -209,8 +268,12 @@ def _member(tree: dict[str, Any]) -> Member:
     return Member(_text(tree["peer"]), _int(tree["incarnation"]), _text(tree["address"]), witness)
 
 
+def _voter(tree: dict[str, Any]) -> Voter:
+    return Voter(_text(tree["peer"]), _int(tree["boot"]), _int(tree["since"], low=-1))
+
+
 def _counted(tree: dict[str, Any]) -> Counted:
-    names = ("base_version", "weight", "tokens", "blocks")
+    names = ("boot", "base_version", "weight", "tokens", "blocks")
     return Counted(_text(tree["peer"]), *(_int(tree[name]) for name in names))
 
 
@@ -245,6 +308,8 @@ class Contribution:
     for."""
 
     fragment: int
+    boot: int
+    """The process that trained it (`Counted`)."""
     base_version: int
     weight: int
     tokens: int

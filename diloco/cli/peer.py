@@ -28,7 +28,8 @@ def peer(
     join: Annotated[str | None, Option(help=JOIN_HELP)] = None,
     site: SitePath = None,
     resume: Annotated[
-        Path | None, Option(help="Go on from a checkpoint: its folder, or the peer's (runs/RUN/PEER).")
+        Path | None,
+        Option(help="Go on in the peer's folder (runs/RUN/PEER), or found the run anew from a checkpoint in it."),
     ] = None,
     overrides: Overrides = None,
     insecure: Insecure = False,

@@ -62,7 +62,8 @@ class Backlog:
     @property
     def leads_from(self) -> int:
         """The oldest version from which the backlog leads on; 0 while it keeps none."""
-        return self._closed[0].commit.version - 1 if self._closed else 0
+        first = self._closed[0].commit if self._closed else None
+        return first.version - first.moves if first is not None else 0
 
     def add(self, closed: Closed, read_version: int | None) -> None:
         """Add a version to the backlog. `read_version`: of the oldest snapshot that is being copied; None: none is."""
@@ -71,33 +72,47 @@ class Backlog:
         copying_from = self.copying_from  # another thread sets it to None
         if copying_from is not None:
             read_version = copying_from if read_version is None else min(copying_from, read_version)
-        while len(self._closed) > self._versions and not self._is_read(self._closed[0], read_version):
+        versions = sum(closed.commit.moves for closed in self._closed)
+        while versions > self._versions and not self._is_read(self._closed[0], read_version):
+            versions -= self._closed[0].commit.moves
             self._bytes -= _payload_bytes(self._closed.popleft())
 
     def _is_read(self, closed: Closed, read_version: int | None) -> bool:
-        return read_version is not None and closed.commit.version > read_version and self._bytes <= self._max_bytes
+        version = closed.commit.version
+        after = read_version is not None and (
+            version > read_version or (version == read_version and not closed.commit.moves)
+        )
+        return after and self._bytes <= self._max_bytes
 
-    def after(self, version: int) -> list[Closed]:
-        """Closed versions after `version` in the backlog. The list may begin later than with the next."""
-        return [closed for closed in self._closed if closed.commit.version > version]
+    def after(self, version: int, commit: Commit | None = None) -> list[Closed]:
+        """Versions that closed after `commit` in the backlog, or after that version; the next may be missing."""
+        if commit is None:
+            return [closed for closed in self._closed if closed.commit.version > version]
+        return [closed for closed in self._closed if closed.commit.height > commit.height]
 
-    def since(self, version: int) -> list[Closed]:
-        """All versions of the backlog after `version`; none, unless the next one is kept."""
-        return self.after(version) if self.leads_on_from(version) else []
+    def since(self, height: int) -> list[Closed]:
+        """Commits that closed after that height, -1: since the founding; none, unless the next one is kept."""
+        if height < 0:
+            height = next((one.commit.height - 1 for one in reversed(self._closed) if one.commit.founds), -1)
+        after = [closed for closed in self._closed if closed.commit.height > height]
+        return after if after and after[0].commit.height == height + 1 else []
 
-    def founded_on(self, commit: Commit | None) -> list[Closed]:
-        """The founding of a lineage on the state of `commit`, if the backlog keeps one."""
-        digest = commit.digest if commit is not None else None
-        return [closed for closed in self._closed if closed.commit.fragment < 0 and closed.commit.previous == digest]
+    def leads_on_from(self, version: int, commit: Commit | None) -> bool:
+        """Whether the backlog keeps what closed next after `commit`, or after that version where it has none."""
+        after = self.after(version, commit)
+        next_one = after[0].commit if after else None
+        if next_one is None or commit is None:
+            return next_one is not None and next_one.version == version + 1
+        return next_one.height == commit.height + 1
 
-    def leads_on_from(self, version: int) -> bool:
-        """Whether the backlog keeps the version after `version`, and so all after it."""
-        return any(closed.commit.version == version + 1 for closed in self._closed)
+    def keeps(self, commit: Commit) -> bool:
+        """Whether the backlog keeps this commit, and so all after it."""
+        return any(closed.commit.height == commit.height for closed in self._closed)
 
     def state_of(self, version: int) -> str:
         """Digest of the state of `version` on which the backlog's next version was made; empty: it is not kept."""
         after = (closed.commit for closed in self._closed if closed.commit.version == version + 1)
-        return next((commit.state_digest for commit in after if commit.fragment >= 0), "")
+        return next((commit.state_digest for commit in after if commit.moves), "")
 
     def means(self) -> set[str]:
         """Digests of the means that the backlog keeps."""
@@ -159,7 +174,7 @@ class Untaken:
         with self._changed:
             self._closed.append(closed)
             first = self._closed[0].commit
-            kept = self._witness or (not behind and self._backlog.leads_on_from(first.version - 1))
+            kept = self._witness or (not behind and self._backlog.keeps(first))
             if not kept:
                 self._pass_over()
             news, self._news = self._news, None
@@ -174,13 +189,12 @@ class Untaken:
     def restart(self, version: int, commit: Commit | None) -> tuple[Sequence[Commit], bool]:
         """The training side has copied the state of `version`, which is `commit`'s: what closed since waits for it.
 
-        Returns those commits, and whether versions are missing before them: then it is behind once more. A founding on
-        that very state has its version.
+        Returns those commits, and whether some are missing before them: then it is behind once more.
         """
         with self._changed:
-            later = self._backlog.after(version)
-            missing = bool(later) and later[0].commit.version != version + 1
-            self._closed = deque(() if missing else [*self._backlog.founded_on(commit), *later])
+            later = self._backlog.after(version, commit)
+            missing = bool(later) and not self._backlog.leads_on_from(version, commit)
+            self._closed = deque(() if missing else later)
             self.passed = None
             if not later:
                 self._backlog.copying_from = None
@@ -252,7 +266,8 @@ class Snapshots:
 
         def wanted(snapshot: _Snapshot) -> bool:
             at = snapshot.offer.version
-            return now_s - snapshot.read_at_s <= self._unread_s and (at >= version or self._backlog.leads_on_from(at))
+            leads_on = at >= version or self._backlog.leads_on_from(at, snapshot.offer.commit)
+            return now_s - snapshot.read_at_s <= self._unread_s and leads_on
 
         self._kept = {digest: snapshot for digest, snapshot in self._kept.items() if wanted(snapshot)}
 
@@ -274,7 +289,7 @@ class Archive:
         self.state: OuterState | None = None
         """Where the training side stands."""
         self.commit: Commit | None = None
-        """Commit of that state."""
+        """Commit that made that state, or founded a lineage on it: it says who is counted. View commits follow it."""
         self.reused = False
         """Whether the next version's outer step overwrites the state."""
         self.means: deque[str] = deque(maxlen=means_kept)
@@ -284,7 +299,10 @@ class Archive:
 
     def hold(self, state: OuterState, commit: Commit | None, number: int) -> None:
         """Note that the training side stands at `state` now, which the lanes call `number`."""
-        self.state, self.commit, self.reused = state, commit, False
+        before = self.commit
+        if commit is None or not commit.drafter or before is None or before.version != commit.version:
+            self.commit = commit
+        self.state, self.reused = state, False
         self._numbers[state.digest] = number
         if commit is not None:
             self.snapshots.keep_lineage(commit.lineage)
@@ -296,7 +314,8 @@ class Archive:
         joins that lineage copies it before the training side knows. Returns whether it is such a founding."""
         commit = closed.commit
         self.backlog.add(closed, self.snapshots.oldest_version())
-        founds = commit.fragment < 0 and self.state is not None and self.state.digest == commit.state_digest
+        state = self.state
+        founds = commit.founds and state is not None and state.digest == commit.state_digest
         if founds:
             self.commit = commit
             self.snapshots.keep_lineage(commit.lineage)
@@ -353,7 +372,7 @@ class Archive:
         self._lanes.each(Lane.keep_means, {*self.means, *self.backlog.means()})
 
     async def commits(self, since: int) -> AsyncIterator[Closed]:
-        """Commits of the backlog after version `since` with their means from the lanes, without gaps. Each mean is
+        """Commits of the backlog after height `since` with their means from the lanes, without gaps. Each mean is
         gathered when it is asked for: of several ranks it takes time and memory."""
         for closed in self.backlog.since(since):
             parts = await self._lanes.mean(closed.commit.mean_digest) if closed.parts else ()

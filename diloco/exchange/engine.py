@@ -15,23 +15,26 @@ from contextlib import suppress
 
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s
-from diloco.base.life import done
+from diloco.base.life import POLL_S, done
 from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Skip
 from diloco.exchange.archive import Archive, Untaken
 from diloco.exchange.background import ExchangeTasks, settle
+from diloco.exchange.copying import StateCopier
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes, LaneWire, RemoteLane
 from diloco.exchange.lives import Lives
 from diloco.exchange.log import LaneLog
 from diloco.exchange.missed import Fetcher
-from diloco.exchange.statesync import download, why_useless
 from diloco.exchange.terms import Terms
+from diloco.exchange.votes import Votes
 from diloco.exchange.work import MeanContents
 from diloco.outer.state import OuterState, state_bytes
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
 from diloco.protocol.streams import Kind, StateOffer, StreamHeader
+from diloco.protocol.vote import Restored
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 
 logger = logging.getLogger(__name__)
@@ -55,12 +58,17 @@ class Exchange(ExchangeTasks):
         on_reason: Callable[[str, bool], None] = lambda reason, routine: None,
         forks: tuple[m.Fork, ...] = (),
         log: LaneLog | None = None,
+        votes: Votes | None = None,
+        boot: int = 0,
+        restored: Restored | None = None,
     ) -> None:
         """`lineage` and the `forks` that led to it: the founder's own, or those of the member that welcomed us."""
         super().__init__(loop)
         self.terms = terms
         self.link = link
-        self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s(), forks)
+        now = monotonic_s()
+        self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, now, forks, boot, restored)
+        self.votes = votes or Votes()
         self.directory: tuple[str, ...] = ()
         self.overlap_tokens = 0
         """Tokens of the inner steps that go on while a contribution is on its way."""
@@ -79,24 +87,19 @@ class Exchange(ExchangeTasks):
         self._contents = MeanContents()
         self.moved = asyncio.Condition()
         """Notified when an attempt, a version or the state has changed."""
-        self._copying = asyncio.Lock()
+        self.copying = StateCopier(link, terms.lane, self.machine, self.archive, self.lanes)
         self._waiting: Future[Skip | None] | None = None
         """Outcome of the latest offer, as long as it stands. None: versions closed."""
         self.untaken = Untaken(me.peer, self.archive.backlog, me.witness)
         self._next_tick: asyncio.Handle | None = None
+        self._goodbyes: list[asyncio.Task[None]] = []
         self._moved_bytes = 0
         self.void_tokens = 0
         """Tokens committed on lineages that ended, as far as this peer followed them."""
-        self._resync_from: list[Member] = []
         self.lane_addresses: tuple[str, ...] = ()
         """Where the lanes of other ranks listen."""
 
     # ------------------------------------------------------------ for the training side (any thread)
-
-    @property
-    def name(self) -> str:
-        """Name of this exchange's peer."""
-        return self.machine.me.peer
 
     @property
     def me(self) -> Member:
@@ -116,7 +119,7 @@ class Exchange(ExchangeTasks):
     @property
     def others(self) -> Sequence[Member]:
         """Live members of the view with which this exchange goes on: all but its own peer."""
-        return [member for member in self.machine.alive() if member != self.machine.me]
+        return self.machine.others()
 
     @property
     def in_view(self) -> bool:
@@ -166,6 +169,15 @@ class Exchange(ExchangeTasks):
 
         self._call(held)
 
+    def hold_mean(self, closed: Closed) -> None:
+        """Hand the exchange a mean from this peer's log, which it accepted before it was restarted."""
+
+        async def held() -> None:
+            await self.archive.take_mean(closed)
+            self._feed(m.MeanHeld(closed.commit.mean_digest))
+
+        self._call(lambda: self._spawn(held()))
+
     def state_unused(self) -> Future[bool]:
         """Whether no peer copies the state that the exchange holds. Then it is offered to none any more, and may be
         overwritten: a joiner waits for the next `hold`."""
@@ -183,51 +195,17 @@ class Exchange(ExchangeTasks):
 
         Cancelled, it is given up. Raises StateError where nobody gives it.
         """
-        return self._start_task(self._copy(sources, local, commit, progress))
 
-    async def _copy(
-        self, sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
-    ) -> tuple[OuterState, StateOffer, tuple[m.Fork, ...]]:
-        terms = self.terms.lane
-        filling = True
+        async def copied() -> tuple[OuterState, StateOffer, tuple[m.Fork, ...]]:
+            copy = await self.copying.copy(sources, local, commit, progress)
+            self.behind = False
+            return copy
 
-        def elsewhere(buffer: str, part: int, data: bytes) -> None:
-            if filling:
-                self.lanes.at(part, Lane.fill, buffer, part, data)
-
-        def asked() -> list[str]:
-            return [*dict.fromkeys((*sources, *(member.address for member in self.givers())))]
-
-        async with self._copying:  # one that was given up takes a moment to end: what it then drops is not ours
-            self.lanes.each_other(Lane.begin_copy)
-            known, patient = self.archive.backlog, self.archive.state is None  # patient: nobody trains on meanwhile
-            oldest = known.copying_from = known.leads_from
-
-            def useless(offer: StateOffer) -> str:
-                return why_useless(offer, self.machine.lineage, commit, oldest, known.state_of(offer.version))
-
-            try:
-                state, offer = await download(
-                    self.link, asked, local, terms.layout, terms.optimizer, terms.stall_s,
-                    useless=useless, patient=patient, progress=progress, elsewhere=elsewhere,
-                )  # fmt: skip
-            except BaseException:  # it may have been cancelled
-                filling = False
-                self.lanes.each_other(Lane.drop_copy)
-                raise
-            self.lanes.each_other(Lane.end_copy, offer.version, offer.steps)
-            self.behind, self._resync_from = False, []
-            return state, offer, self.machine.forks
+        return self._start_task(copied())
 
     def alive(self) -> Future[list[Member]]:
         """Members of the view that the exchange does not suspect."""
         return self._ask(self.machine.alive)
-
-    def givers(self) -> list[Member]:
-        """Trainers that the exchange can copy the state from: of the view, or else those that it heard."""
-        heard = [entry for entry in self.machine.roster if entry.heartbeat is not None and entry.heartbeat.founded]
-        known = [*self._resync_from, *(entry.member for entry in heard if not entry.left)]
-        return [one for one in self.others if not one.witness] or [one for one in known if not one.witness]
 
     def awaited(self) -> Future[bool]:
         """Whether the exchange sees most others done with their inner steps, waiting for those that are not."""
@@ -247,13 +225,19 @@ class Exchange(ExchangeTasks):
         return self._ask(self.machine.settled)
 
     def leave(self) -> Future[None]:
-        """Send goodbye from the exchange and hand the vote on. Done when all have answered or were given up."""
+        """Ask the others to leave this peer out of the view. Done when it may go, and they have heard that it does."""
 
-        async def say_goodbye() -> None:
-            effects = self.machine.handle(m.LeaveWanted(), monotonic_s())
-            await asyncio.gather(*(self._send(effect) for effect in effects if isinstance(effect, m.Send)))
+        async def go_when_free() -> None:
+            self._feed(m.LeaveWanted())
+            while not self.machine.gone:
+                await asyncio.sleep(POLL_S)
+            await asyncio.gather(*self._goodbyes)
 
-        return self._start_task(say_goodbye())
+        return self._start_task(go_when_free())
+
+    def go(self) -> None:
+        """Go now: the others may wait for a vote of this peer."""
+        self._call(self._feed, m.LeaveWanted(now=True))
 
     def stop(self) -> None:
         """End the tasks of the exchange and its lanes. The link and the server are the caller's."""
@@ -261,6 +245,7 @@ class Exchange(ExchangeTasks):
             lane.end()
         self.lane.stop()
         self._end_tasks()
+        self.votes.stop()
         for thread in (self.hasher, self._fetcher.hasher):
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -294,7 +279,7 @@ class Exchange(ExchangeTasks):
         self._waiting = future
         c, pace = contribution, self.machine.progress.pace
         slack_s = self.overlap_tokens / pace if pace > 0 and not leaving else 0.0
-        offer = m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.lanes.send_bps, slack_s)
+        offer = m.Offer(c.boot, c.base_version, c.weight, c.tokens, c.blocks, leaving, self.lanes.send_bps, slack_s)
         self._feed(m.Offered(offer))
 
     def _tick(self) -> None:
@@ -321,49 +306,53 @@ class Exchange(ExchangeTasks):
         except Exception as error:  # it has done half of what it decided: to go on would break what it says next
             self.failed(error)
             raise
-        if reply is m.Reply.OK and not self.lives.met(envelope.sender):
+        if reply is m.Reply.OK and not self.lives.met(envelope.sender, envelope.boot):
             self._spawn(self._meet(envelope.sender))
         return reply
 
     async def _meet(self, member: Member) -> None:
-        """Note that a life can be reached, once it has answered as itself."""
-        if await self.lives.ask(member):
+        """Note that a life can be reached, once its latest process has answered."""
+        if await self.lives.ask(member, self.machine.boot_of(member.peer)):
             self._feed(m.Reached(member))
 
-    def _perform(self, effects: Sequence[m.Effect]) -> None:
+    def _perform(self, effects: Sequence[fx.Effect]) -> None:
         for effect in effects:
             match effect:
-                case m.Send():
-                    self._spawn(self._send(effect))
-                case m.BeginReduction(begin):
+                case fx.Send(_, m.Envelope(body=body)):
+                    sending = self._spawn(self._send(effect))
+                    if isinstance(body, m.Goodbye):
+                        self._goodbyes.append(sending)
+                case fx.Save():
+                    self._spawn(self._save(effect))
+                case fx.BeginReduction(begin):
                     self._begin(begin)
-                case m.SendContribution():
+                case fx.SendContribution():
                     self.lanes.each(Lane.send_contribution, effect)
-                case m.RepairReduction(repair):
+                case fx.RepairReduction(repair):
                     self._repair(repair)
-                case m.FoldPart(version, attempt, part, omitted):
-                    self.lanes.at(part, Lane.fold, (version, attempt), part, omitted)
-                case m.SendMean(version, attempt, part, omitted):
-                    self.lanes.at(part, Lane.send_mean, (version, attempt), part, omitted)
-                case m.SealMean(version, attempt):
-                    self._call(self._seal, (version, attempt))
-                case m.FetchMean(commit, sources):
+                case fx.FoldPart(height, attempt, part, omitted):
+                    self.lanes.at(part, Lane.fold, (height, attempt), part, omitted)
+                case fx.SendMean(height, attempt, part, omitted):
+                    self.lanes.at(part, Lane.send_mean, (height, attempt), part, omitted)
+                case fx.SealMean(height, attempt):
+                    self._call(self._seal, (height, attempt))
+                case fx.FetchMean(commit, sources):
                     self._spawn(self._fetcher.mean(commit, sources))
-                case m.CatchUp(source, _):
+                case fx.CatchUp(source):
                     self._spawn(self._catch_up(source))
-                case m.Close(commit):
+                case fx.Close(commit):
                     self._close(commit)
-                case m.GiveUp(reason, exposed):
+                case fx.GiveUp(reason, exposed):
                     waiting, self._waiting = self._waiting, None
                     settle(waiting, Skip(reason, exposed))
-                case m.Resync(source, discarded_tokens):
+                case fx.Resync(source, discarded_tokens):
                     self._leave_lineage(source, discarded_tokens)
-                case m.Note(reason, routine):
+                case fx.Note(reason, routine):
                     self._on_reason(reason, routine)
 
     # ------------------------------------------------------------ sending
 
-    async def _send(self, effect: m.Send) -> None:
+    async def _send(self, effect: fx.Send) -> None:
         step = _FAILPOINTS.get(type(effect.envelope.body))
         if step:
             failpoints.hit(f"before-{step}")
@@ -378,14 +367,18 @@ class Exchange(ExchangeTasks):
                 self._feed(m.Unreachable(to, self.lives.proven(to)))
         except LinkRefused as error:
             reply = error.reply
+        if reply is m.Reply.OLD_COPY:
+            self._feed(m.Outdated())
         if reply is not None:
             self.lives.replied(to.peer, reply)
             await self._meet(to)
         if step:
             failpoints.hit(f"after-{step}")
 
+    async def _save(self, save: fx.Save) -> None:
+        self._feed(m.Saved(save.number, refused=not await self.votes.save(save)))
+
     async def _lost(self, member: Member) -> None:
-        """The exchange lost a connection."""
         if await self.lives.gone(member):
             self._feed(m.Unreachable(member, self.lives.proven(member)))
 
@@ -393,10 +386,10 @@ class Exchange(ExchangeTasks):
 
     def _begin(self, begin: m.Begin) -> None:
         self._contents = MeanContents()
-        machine, rules, key = self.machine, self.terms.rules, (begin.version, begin.attempt)
-        header = StreamHeader(rules.run, rules.contract, machine.lineage, machine.me, Kind.CONTRIBUTION, *key, 0)
-        number = self.archive.number_at(begin.version - 1)
-        self.lanes.each(Lane.begin, begin, machine.fragment, header, number)
+        machine, rules = self.machine, self.terms.rules
+        header = StreamHeader(rules.run, rules.contract, machine.lineage, machine.me, Kind.CONTRIBUTION, *begin.key, 0)
+        number = self.archive.number_at(machine.version)
+        self.lanes.each(Lane.begin, begin, machine.making, machine.fragment, header, number)
         self._spawn(self._notify_moved())
 
     def _repair(self, repair: m.Repair) -> None:
@@ -412,8 +405,8 @@ class Exchange(ExchangeTasks):
     def on_event(self, event: m.Event, content: bytes = b"") -> None:
         """Take an event of a lane into the exchange. A part of a mean counts only while its sender owns it."""
         if isinstance(event, m.PartFolded | m.MeanArrived):
-            key, owners = (event.version, event.attempt), self.lane.owners()
-            owner = event.sender if isinstance(event, m.MeanArrived) else self.name
+            key, owners = event.key, self.lane.owners()
+            owner = event.sender if isinstance(event, m.MeanArrived) else self.me.peer
             if self.lane.key != key or owners.get(event.part) != owner:
                 return
             self._contents[event.part] = content
@@ -434,20 +427,20 @@ class Exchange(ExchangeTasks):
             return reply
         if header.kind not in (Kind.CONTRIBUTION, Kind.MEAN):
             return m.Reply.MALFORMED  # it is of another policy
-        key, moment = (header.version, header.attempt), (header.version, header.attempt, header.generation)
+        key, moment = header.key, (*header.key, header.generation)
 
         def reached() -> bool:
             """Whether the lane has come to this repair of this attempt, or the version is over."""
             work = self.lane.work
             here = work is not None and (*work.key, work.generation) >= moment
-            return here or self.machine.making > header.version
+            return here or self.machine.since_height > header.height
 
         with suppress(TimeoutError):  # bytes may overtake `Begin` or `Repair`: not reading them holds the sender back
             async with self.moved, asyncio.timeout(self.terms.timing.stall_s):
                 await self.moved.wait_for(reached)
         if self.lane.key == key and reached():
             return m.Reply.OK
-        now_at = self.machine.reducing or (self.machine.making, -1, 0)
+        now_at = self.machine.reducing or (self.machine.since_height, -1, 0)
         return m.Reply.STALE if now_at > moment else m.Reply.TOO_EARLY
 
     def _seal(self, key: tuple[int, int]) -> None:
@@ -471,18 +464,22 @@ class Exchange(ExchangeTasks):
     # ------------------------------------------------------------ closing versions
 
     def _close(self, commit: Commit) -> None:
-        number = self.archive.number_of(commit.state_digest)
-        closed = self.lane.close(commit, number)
-        self.lanes.each_other(Lane.close_for_follower, commit, number)
+        if commit.drafter:  # the version is still being made
+            closed = Closed(commit, ())
+        else:
+            number = self.archive.number_of(commit.state_digest)
+            closed = self.lane.close(commit, number)
+            self.lanes.each_other(Lane.close_for_follower, commit, number)
         if not self.machine.me.witness and self.archive.close(Closed(commit, closed.parts)):
             self.behind = False  # there is nothing to copy
         passed, closes = self.untaken.add(closed, self.behind)
         if passed is not None:
             self.behind = True
             self.lanes.each_other(Lane.pass_over, passed.version, ())
-        outcome, self._waiting = self._waiting, None
         settle(closes, None)
-        settle(outcome, None)
+        if not commit.drafter:
+            outcome, self._waiting = self._waiting, None
+            settle(outcome, None)
         self._spawn(self._notify_moved())
 
     def _leave_lineage(self, source: Member, discarded_tokens: int) -> None:
@@ -492,7 +489,7 @@ class Exchange(ExchangeTasks):
         self.lanes.each(Lane.drop)
         self.lanes.each(Lane.take, None)
         self.untaken.pass_over()
-        self._resync_from = [source]
+        self.copying.resync_from = [source]
         self.behind = True
 
     async def _catch_up(self, source: Member) -> None:

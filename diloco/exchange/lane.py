@@ -24,10 +24,12 @@ from diloco.exchange.background import ExchangeTasks
 from diloco.exchange.log import LaneLog
 from diloco.exchange.outlets import MovedBytes, Outlets, Precedence, encoded
 from diloco.exchange.sending import MAX_STREAM_TRIES, Key, PartSender
+from diloco.exchange.statesync import RankCopy
 from diloco.exchange.terms import LaneTerms
 from diloco.exchange.work import BadContribution, LaneEvents, LanePayloads, SteppedVersion
 from diloco.outer.optimizers import Stepping
-from diloco.outer.state import ELEMENT_BYTES, OuterState, StateChunk, copied_bytes
+from diloco.outer.state import OuterState, StateChunk
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.transport.link import Link, LinkRefused
@@ -69,12 +71,8 @@ class Lane(ExchangeTasks):
         """Counts the states that were held here: the latest one's number, the same on all ranks of an island."""
         self._latest: OuterState | None = None
         self._states: dict[int, OuterState] = {}
-        self._copy: dict[str, bytearray] = {}
+        self._copy = RankCopy(terms.layout, terms.optimizer)
         self._copied: OuterState | None = None
-        self._copies = 0
-        """Copies that began here so far."""
-        self._filled = 0
-        """Parts of copies that have come so far."""
         self._closed: dict[int, tuple[int, Closed]] = {}
         """Versions that this rank is to apply, each with the number of the state it was closed on; 0: none here."""
         self._news = condition()
@@ -115,11 +113,11 @@ class Lane(ExchangeTasks):
 
     def _wait_for(self, there: Callable[[], bool], what: str) -> None:
         with self._news:
-            filled = self._filled
+            filled = self._copy.filled
             while not self._news.wait_for(lambda: there() or self._failure is not None, NEWS_S):
-                if self._filled == filled:
+                if self._copy.filled == filled:
                     raise TimeoutError(f"{what} did not come from rank 0 within {NEWS_S:g} s")
-                filled = self._filled
+                filled = self._copy.filled
         self.raise_failure()
 
     def stop(self) -> None:
@@ -154,12 +152,12 @@ class Lane(ExchangeTasks):
         contribution = self._measured
         return await asyncio.to_thread(list, contribution.parts) if contribution is not None else ()
 
-    def begin(self, begin: m.Begin, fragment: int, header: StreamHeader, number: int) -> None:
-        """Make room in this lane for an attempt's parts. `number`: of the state it is made on, if held; else 0."""
+    def begin(self, begin: m.Begin, version: int, fragment: int, header: StreamHeader, number: int) -> None:
+        """Make room in this lane for a version's parts. `number`: of the state it is made on, if held; else 0."""
         self.drop()
         terms, me = self.terms, header.sender.peer
         piece = terms.layout.fragments[fragment]
-        draft = self._log.begin(begin.version)
+        draft = self._log.begin(version)
         work = self.work = LanePayloads(begin, me, piece, terms.codecs, terms.max_norm_ratio, terms.radial, draft)
         self._header = header
         self.sender.keep(begin.receivers)
@@ -174,7 +172,7 @@ class Lane(ExchangeTasks):
         """Owners of parts changed: open streams for the parts of this lane that are ours since, and end those that
         nobody waits for any more: a slow uplink has better to do."""
         work = self.work
-        if work is None or work.key != (repair.version, repair.attempt):
+        if work is None or work.key != repair.key:
             return
         gained = work.repair(repair.generation, repair.spans)
         ours = set(work.owned())
@@ -201,7 +199,7 @@ class Lane(ExchangeTasks):
             stream.cancel()
         self._contributing = []
 
-    def send_contribution(self, effect: m.SendContribution) -> None:
+    def send_contribution(self, effect: fx.SendContribution) -> None:
         """Stream this lane's encoded parts of a span to their owner."""
         self._contributing.append(self._spawn(self._send_contribution(effect)))
 
@@ -323,44 +321,36 @@ class Lane(ExchangeTasks):
 
     def begin_copy(self) -> None:
         """Begin to copy a state from other peers into this lane; the copy begins with the lane's latest state."""
-        self._copied, self._copies = None, self._copies + 1
-        self._spawn(self._beside(self._begin_copy))
+        assert self._latest is not None
+        self._copied = None
+        self._copy.begun += 1
+        self._spawn(self._beside(self._copy.begin, self._latest))
 
     def fill(self, buffer: str, part: int, data: bytes) -> None:
         """Put one part into the copy of a state that this lane receives."""
-        self._spawn(self._beside(self._fill, buffer, part, data))
+        self._spawn(self._beside(self._copy.fill, buffer, part, data))
 
     def end_copy(self, version: int, steps: Sequence[int]) -> None:
         """Complete the copy of a state in this lane: all its parts were passed."""
-        self._spawn(self._beside(self._end_copy, self._copies, version, steps))
+        self._spawn(self._beside(self._end_copy, self._copy.begun, version, steps))
 
     def drop_copy(self) -> None:
         """Give up the copy of a state in this lane."""
-        self._spawn(self._beside(self._copy.clear))
+        self._spawn(self._beside(self._copy.drop))
 
     async def _beside(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do a copy's work of this lane on another thread, in order: to copy a GB takes a third of a second."""
         await self._loop.run_in_executor(self._folder, work, *arguments)
 
-    def _begin_copy(self) -> None:
-        assert self._latest is not None
-        self._copy |= {name: copied_bytes(buffer) for name, buffer in self._latest.buffers()}
-
-    def _fill(self, buffer: str, part: int, data: bytes) -> None:
-        start, stop = self.terms.layout.fragments[int(buffer.partition("/")[0])].part_bounds(part)
-        self._copy[buffer][start * ELEMENT_BYTES : stop * ELEMENT_BYTES] = data
-        self._filled += 1
-
     def _end_copy(self, number: int, version: int, steps: Sequence[int]) -> None:
-        state = OuterState.assemble(version, steps, self._copy, self.terms.layout, self.terms.optimizer)
-        self._copy.clear()
+        state = self._copy.end(version, steps)
         with self._news:
-            self._copied = state if number == self._copies else None  # another copy may have begun
+            self._copied = state if number == self._copy.begun else None  # another copy may have begun
             self._news.notify_all()
 
     # ------------------------------------------------------------ sending
 
-    async def _send_contribution(self, effect: m.SendContribution) -> None:
+    async def _send_contribution(self, effect: fx.SendContribution) -> None:
         contribution, work, precedence = self._contribution, self.work, self._precedence
         if contribution is None or work is None:
             return
@@ -417,7 +407,7 @@ class Lane(ExchangeTasks):
         if reply is not m.Reply.OK:
             return reply
         work = self.work
-        key = header.version, header.attempt
+        key = header.key
         if work is None or work.key != key:
             return m.Reply.STALE
         try:
@@ -441,7 +431,7 @@ class Lane(ExchangeTasks):
         """Note bytes that have arrived in this lane, of a part that may take long to be complete. Raises LinkRefused
         when the attempt is over."""
         work = self.work
-        if work is None or work.key != (header.version, header.attempt):
+        if work is None or work.key != header.key:
             raise LinkRefused(m.Reply.STALE, "that attempt is over here")
         if work.knows(header.sender.peer):
             self._moved.count(size_bytes)

@@ -28,21 +28,24 @@ class Lives:
     def __init__(self, link: Link, timing: Timing) -> None:
         self._link = link
         self._heartbeat_s, self._suspect_s, self._stall_s = timing.heartbeat_s, timing.suspect_s, timing.stall_s
-        self._processes: dict[tuple[str, int], ProcessId | None] = {}
-        """Processes of lives that answered, by peer and incarnation. None: its death will have no proof."""
+        self._processes: dict[tuple[str, int], tuple[int, ProcessId | None]] = {}
+        """Latest processes of lives that answered, by peer and incarnation: start (`Counted.boot`), and what tells of
+        the end. None: that will have no proof."""
         self._asking: set[tuple[str, int]] = set()
         self._replies: dict[str, tuple[Reply, float]] = {}
         """The latest reply of each peer to a message of ours, and its time."""
 
-    def met(self, member: Member) -> bool:
-        """Whether this very life has answered at its address."""
-        return (member.peer, member.incarnation) in self._processes
+    def met(self, member: Member, boot: int) -> bool:
+        """Whether this very process of a life, or a later one, has answered at its address."""
+        known = self._processes.get((member.peer, member.incarnation))
+        return known is not None and known[0] >= boot
 
-    async def ask(self, member: Member) -> bool:
-        """Ask a life, once, for its name and its process. False: it is being asked, or did not answer."""
+    async def ask(self, member: Member, boot: int) -> bool:
+        """Ask a life, once for each process of it that is heard, for its name and its process. False: it is being
+        asked, or did not answer."""
         life = member.peer, member.incarnation
-        if life in self._processes or life in self._asking:
-            return life in self._processes
+        if self.met(member, boot) or life in self._asking:
+            return self.met(member, boot)
         self._asking.add(life)
         try:
             welcome = await self._link.hello(member.address, self._stall_s)
@@ -51,11 +54,13 @@ class Lives:
         finally:
             self._asking.discard(life)
         there = welcome.members[0]
+        if (there.peer, there.incarnation) == life and welcome.boot < boot:
+            return False  # an earlier process still answers
         if (there.peer, there.incarnation) != life:
             logger.warning("at %s, the address of %s, %s answers", member.address, member.peer, there.peer)
             return False
         lives = welcome.process is not None and self._link.lives(welcome.process)
-        self._processes[life] = welcome.process if lives else None
+        self._processes[life] = welcome.boot, welcome.process if lives else None
         if len(self._processes) > MAX_LIST:
             del self._processes[next(iter(self._processes))]
         return True
@@ -77,14 +82,14 @@ class Lives:
         replies = {reply for reply, at_s in list(self._replies.values()) if at_s >= since_s}  # one step, under the GIL
         return replies.pop() if len(replies) == 1 else Reply.OK
 
-    def proven(self, member: Member) -> bool:
-        """Whether this life is over for certain."""
-        process = self._processes.get((member.peer, member.incarnation))
-        return process is not None and self._link.lives(process) is False
+    def proven(self, member: Member) -> int | None:
+        """The process of this life that is over for certain; None: the latest that answered may live."""
+        boot, process = self._processes.get((member.peer, member.incarnation), (0, None))
+        return boot if process is not None and self._link.lives(process) is False else None
 
     async def gone(self, member: Member) -> bool:
         """Whether nobody takes another connection after one broke: damaged bytes break one, too."""
-        if self.proven(member):
+        if self.proven(member) is not None:
             return True
         try:
             await self._link.hello(member.address, self._heartbeat_s)

@@ -21,7 +21,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
+from diloco.base import failpoints
+from diloco.base.clock import monotonic_s
 from diloco.base.files import disk, make_folders, sync_path
 from diloco.base.sealed import checksum_of, sealed_line, unsealed
 from diloco.base.threads import one_thread
@@ -36,15 +39,43 @@ _END = 0xFFFFFFFF
 _NAME = re.compile(r"v(\d{8,18})\.[0-9a-f]{1,16}-\d{1,9}\.r(\d{1,9})\.mean")
 
 
+class DiskUse:
+    """Cost of a peer's log and votes: bytes written, and the longest sync. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._bytes, self._longest_s = 0, 0.0
+
+    def append(self, descriptor: int, path: Path, data: bytes) -> None:
+        """Write at the end of a file. Raises OSError."""
+        disk().append(descriptor, path, data)
+        with self._lock:
+            self._bytes += len(data)
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        """Have a file on the disk. Raises OSError."""
+        began_s = monotonic_s()
+        disk().sync(descriptor, path)
+        with self._lock:
+            self._longest_s = max(self._longest_s, monotonic_s() - began_s)
+
+    def take(self) -> tuple[int, float]:
+        """Bytes, and the longest sync in seconds, since the last call."""
+        with self._lock:
+            taken = self._bytes, self._longest_s
+            self._bytes, self._longest_s = 0, 0.0
+        return taken
+
+
 # ---------------------------------------------------------------- on the log's thread
 
 
 class MeanFile:
     """A mean that is being written to a rank's log. Every method but `drop` raises OSError."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, use: DiskUse) -> None:
         """Nothing is there before the first part."""
-        self.path = path
+        self.path, self._use = path, use
         self._descriptor = -1
         self._held: set[int] = set()
         self._unsynced_bytes = 0
@@ -66,6 +97,7 @@ class MeanFile:
             self._create()
         line = sealed_line({"mean": digest, "held": sorted(self._held)})
         self._append(_FRAME.pack(_END, len(line), 0) + line)
+        failpoints.hit("before-log-sync")
         self._sync()
         self._ended = True
 
@@ -85,11 +117,11 @@ class MeanFile:
         sync_path(self.path.parent)
 
     def _append(self, data: bytes) -> None:
-        disk().append(self._descriptor, self.path, data)
+        self._use.append(self._descriptor, self.path, data)
         self._unsynced_bytes += len(data)
 
     def _sync(self) -> None:
-        disk().sync(self._descriptor, self.path)
+        self._use.sync(self._descriptor, self.path)
         self._unsynced_bytes = 0
 
 
@@ -189,6 +221,7 @@ class DiskLog(LaneLog):
     def __init__(self, directory: Path, rank: int, life: int, warn: Callable[[str], None]) -> None:
         """`directory`: the peer's folder, where all ranks of an island have their logs. `life`: no other life of this
         rank has the same."""
+        self.use = DiskUse()
         self._folder, self._rank, self._life, self._warn = directory / LOG, rank, life, warn
         self._thread = one_thread("log")
         self._count = 0
@@ -199,7 +232,7 @@ class DiskLog(LaneLog):
     def begin(self, version: int) -> LoggedDraft:
         self._count += 1
         name = f"v{version:08d}.{self._life:x}-{self._count}.r{self._rank}.mean"
-        return LoggedDraft(self, MeanFile(self._folder / name))
+        return LoggedDraft(self, MeanFile(self._folder / name, self.use))
 
     def fetched(self, version: int, digest: str, parts: Sequence[bytes], held: Collection[int]) -> None:
         draft = self.begin(version)
@@ -261,7 +294,12 @@ def forget_means(directory: Path, version: int) -> None:
 
 
 def logged_mean(
-    directory: Path, rank: int, version: int, digest: str, parts: int, wanted: Collection[int]
+    directory: Path,
+    rank: int,
+    version: int,
+    digest: str,
+    parts: int,
+    wanted: Collection[int],
 ) -> list[bytes] | None:
     """The `wanted` of so many parts of a mean, from the logs of all ranks, that of `rank` first; the others are empty.
     None: they are not all there as they were written. Raises OSError."""

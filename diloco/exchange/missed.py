@@ -81,10 +81,10 @@ class Fetcher:
         return False
 
     def _others(self, source: Member) -> list[Member]:
-        """Other trainers of the view: first those that report later versions, then those that were heard of late."""
+        """Other trainers of the view: first those that stand on later commits, then those that were heard of late."""
         machine, since, alive = self._machine, self._since(), self._machine.alive()
         beats = {one: machine.roster.heartbeat(one.peer) for one in machine.view if not one.witness}
-        ahead = {one for one, beat in beats.items() if beat is not None and beat.version > since}
+        ahead = {one for one, beat in beats.items() if beat is not None and beat.height > since}
         others = [one for one in beats if one not in (machine.me, source)]
         return sorted(others, key=lambda one: (one not in ahead, one not in alive))
 
@@ -104,7 +104,7 @@ class Fetcher:
         if len(fitting) < len(missed):
             logger.warning("%s sent a mean that does not match its commit", source.peer)
         for closed in fitting:
-            if closed.commit.version > self._since():  # else it closed here meanwhile
+            if closed.commit.height > self._since():  # else it closed here meanwhile
                 await self._archive.take_mean(closed)
                 self._feed(m.Learned(closed.commit))
         return bool(missed) or since != self._since()  # or a version closed here meanwhile
@@ -119,8 +119,8 @@ class Fetcher:
         return await asyncio.get_running_loop().run_in_executor(self.hasher, check)
 
     def _since(self) -> int:
-        """The version after which the exchange misses commits."""
-        return self._machine.version if self._machine.commit is not None else self._machine.version - 1
+        """The height after which the exchange misses commits; -1: from the founding."""
+        return self._machine.height
 
     @contextmanager
     def _asking(self, what: str, source: Member) -> Iterator[None]:

@@ -41,12 +41,14 @@ class PartSender:
     ) -> None:
         self.link = link
         self._stall_s, self._lost, self._moved, self._key = stall_s, lost, moved, key
-        self._routes: dict[Member, tuple[str, ...]] = {}
-        """Addresses of the lanes of members of the attempt, as far as we sent them something."""
+        self._routes: dict[str, tuple[str, ...]] = {}
+        """Addresses of the lanes of members of the attempt, as far as we sent them something, by the member's own: a
+        life that goes on in another process has other ones."""
 
     def keep(self, members: Collection[Member]) -> None:
         """Forget where the lanes of all other members are."""
-        self._routes = {member: self._routes[member] for member in members if member in self._routes}
+        addresses = {member.address for member in members}
+        self._routes = {address: lanes for address, lanes in self._routes.items() if address in addresses}
 
     async def send(
         self,
@@ -72,26 +74,27 @@ class PartSender:
 
     async def _lanes_of(self, member: Member) -> tuple[str, ...] | None:
         """The addresses of a member's lanes; None: it does not answer."""
-        if member not in self._routes:
+        if member.address not in self._routes:
             try:
                 others = await self.link.lanes(member.address, self._stall_s)
             except (LinkDown, LinkSlow, LinkRefused):
                 self._lost(member)
                 return None
-            self._routes[member] = others or (member.address,)
-        return self._routes[member]
+            self._routes[member.address] = others or (member.address,)
+        return self._routes[member.address]
 
     async def _send(
         self, to: Member, address: str, header: StreamHeader, parts: Callable[[], AsyncGenerator[Part]]
     ) -> None:
         """Send parts to one lane, from the start again when the line breaks, damages them or is early."""
-        key = header.version, header.attempt
-        what = f"{header.kind.name.lower()} of {header.version}/{header.attempt} to {to.peer}"
+        key = header.key
+        what = f"{header.kind.name.lower()} of {header.height}/{header.attempt} to {to.peer}"
         for _ in range(MAX_STREAM_TRIES):
             reply = m.Reply.DAMAGED
             try:
                 reply = await self.link.send_parts(address, header, parts(), self._stall_s, self._moved)
             except LinkDown:
+                self._routes.pop(to.address, None)
                 self._lost(to)
             except LinkSlow as error:
                 logger.info("%s: %s", what, error)

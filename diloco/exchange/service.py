@@ -48,7 +48,7 @@ class ExchangeService(Service):
             raise LinkRefused(Reply.STALE, "has left the run")
         state = self._archive.state
         # A joiner asks them all for the state: who has no view yet, or has left its lineage, may have none for long.
-        others = self.exchange.others if machine.commit is not None else self.exchange.givers()
+        others = self.exchange.others if machine.commit is not None else self.exchange.copying.givers()
         if state is None:  # whom we met when we came ourselves, and may not have heard yet
             met = (entry.member for entry in machine.roster if not (entry.left or entry.member.witness))
             others = [*dict.fromkeys((*others, *met))]
@@ -62,6 +62,7 @@ class ExchangeService(Service):
             terms.layout_digest,
             terms.data,
             machine.forks,
+            boot=machine.boot,
         )
 
     def on_lanes(self) -> tuple[str, ...]:
@@ -106,17 +107,25 @@ class ExchangeService(Service):
     def on_status(self) -> str:
         exchange, total, state = self.exchange, self._terms.total_tokens, self._archive.state
         send_bps = exchange.lanes.send_bps
-        return status_json(exchange.machine, state, total, exchange.directory, send_bps, monotonic_s())
+        durable = exchange.votes.use is not None
+        return status_json(exchange.machine, state, total, exchange.directory, send_bps, monotonic_s(), durable)
 
 
 def status_json(
-    machine: Machine, state: OuterState | None, total_tokens: int, directory: tuple[str, ...], send_bps: int, now: float
+    machine: Machine,
+    state: OuterState | None,
+    total_tokens: int,
+    directory: tuple[str, ...],
+    send_bps: int,
+    now: float,
+    durable: bool = True,
 ) -> str:
     """Status of a peer's exchange. `peers` has every member of the view, every joiner at the door, and who answers.
 
     `votes`: those that live members have; `votes_missing`: members that do not live, and for which nobody votes.
     `mean_lost_with`: members that do not live, one of which may have the mean of an accepted version that no live one
     has.
+    `durable`: the votes of the peer that answers are on a disk. `abstains`, of a peer: its disk refuses them.
     `send_bps`: how fast others take what the peer that answers sends, bits per second; 0: unknown.
     """
     commit, electorate = machine.commit, machine.electorate
@@ -140,7 +149,9 @@ def status_json(
         "reason": machine.reason,
         "votes": electorate.reachable(alive),
         "votes_needed": electorate.needed(),
+        "durable": durable,
         "votes_missing": electorate.missing(alive),
+        "conflict": machine.conflict,
         "mean_lost_with": list(machine.mean_lost_with),
         "barred": sorted(peer for peer in machine.roster.offences if machine.roster.barred(peer)),
         "directory": list(directory),
@@ -166,6 +177,8 @@ def _peer(machine: Machine, member: Member, now: float) -> dict[str, Any]:
         "alive": mine or machine.roster.alive(member, now),
         "incarnation": member.incarnation,
         "in_view": member in machine.view,
+        "votes": member.peer in machine.electorate.names(),
+        "abstains": machine.abstains if mine else beat is not None and beat.abstains,
         "version": machine.version if mine else beat.version if beat else -1,
         "reached": mine or (entry is not None and entry.answered_at_s is not None and not entry.unreachable),
         "heard_s_ago": 0.0 if mine or entry is None else round(now - entry.heard_at_s, 1),

@@ -184,6 +184,38 @@ def _manifest(offer: StateOffer, layout: Layout, optimizer: OuterOptimizer) -> l
     return manifest
 
 
+class RankCopy:
+    """The copy of a state on a rank that does not lead: rank 0 copies it and passes the parts of this rank."""
+
+    def __init__(self, layout: Layout, optimizer: OuterOptimizer) -> None:
+        self._layout, self._optimizer = layout, optimizer
+        self._buffers: dict[str, bytearray] = {}
+        self.begun = 0
+        """Copies that began so far."""
+        self.filled = 0
+        """Parts that came so far, of all copies."""
+
+    def begin(self, local: OuterState) -> None:
+        """Begin with a copy of `local`."""
+        self._buffers |= {name: copied_bytes(buffer) for name, buffer in local.buffers()}
+
+    def fill(self, buffer: str, part: int, data: bytes) -> None:
+        """Put the bytes of one part of a buffer into the copy of this rank."""
+        start, stop = self._layout.fragments[int(buffer.partition("/")[0])].part_bounds(part)
+        self._buffers[buffer][start * ELEMENT_BYTES : stop * ELEMENT_BYTES] = data
+        self.filled += 1
+
+    def end(self, version: int, steps: Sequence[int]) -> OuterState:
+        """The state of this rank, of which all parts have come."""
+        state = OuterState.assemble(version, steps, self._buffers, self._layout, self._optimizer)
+        self.drop()
+        return state
+
+    def drop(self) -> None:
+        """Give up the copy of this rank."""
+        self._buffers.clear()
+
+
 class _StateCopy:
     """The copy of a state as its buffers fill, whatever snapshot their chunks came from."""
 

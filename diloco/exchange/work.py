@@ -117,7 +117,7 @@ class LanePayloads:
 
     @property
     def key(self) -> tuple[int, int]:
-        return self.begin.version, self.begin.attempt
+        return self.begin.key
 
     def codec(self, part: int) -> Codec:
         """Codec of this part in the lane."""

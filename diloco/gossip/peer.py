@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from diloco.base.clock import monotonic_s, new_incarnation
-from diloco.base.decisions import Adopt, Drop, Evaluate, Restore, Save, Train
+from diloco.base.decisions import Adopt, Drop, Evaluate, Restore, SaveCheckpoint, Train
 from diloco.base.errors import StateError
 from diloco.base.life import Life, Wait
 from diloco.base.memory import empty_as
@@ -417,7 +417,7 @@ class GossipPeer:
         others = [word.member.address for word in self.exchange.alive()[:MAX_SAVED_OTHERS]]
         about |= {"own_tokens": self.tokens, "run_tokens": self.position(), "others": others}
         about |= self.chronicle.numbers()
-        self.island.decide(Save("local" in groups))
+        self.island.decide(SaveCheckpoint("local" in groups))
         return self.rank.save((groups, about), self.site.storage.keep)
 
 

@@ -264,7 +264,7 @@ class Swapping(ExchangeTasks):
 
     def _envelope(self, body: m.Body) -> m.Envelope:
         self._sequence += 1
-        return m.Envelope(self.terms.run, self.terms.contract, self.lineage, self.me, "", self._sequence, body)
+        return m.Envelope(self.terms.run, self.terms.contract, self.lineage, self.me, 0, 0, 0, "", self._sequence, body)
 
     async def _deliver(self, member: Member, body: m.Body) -> m.Reply | None:
         """Deliver one gossip message. Returns the member's reply; None: it gave none, and is not met again for now."""
@@ -396,12 +396,12 @@ class Swapping(ExchangeTasks):
         if header.kind not in (Kind.WEIGHTS, Kind.ANSWER) or not named:
             return m.Reply.MALFORMED
         self._hear(header.known)
-        if header.kind is Kind.WEIGHTS and self._swaps.has_served(header.sender, header.version):
-            if self._answer is None or not self._answer.swap.led_by(header.sender, header.version):
+        if header.kind is Kind.WEIGHTS and self._swaps.has_served(header.sender, header.height):
+            if self._answer is None or not self._answer.swap.led_by(header.sender, header.height):
                 return m.Reply.STALE
             self._spawn(self._send(self._answer))
             return m.Reply.OK
-        place = header.sender, header.version, header.kind is Kind.ANSWER
+        place = header.sender, header.height, header.kind is Kind.ANSWER
         if (swap := self._swaps.awaited(*place)) is None:
             return m.Reply.OK if self._swaps.has_whole(*place) else m.Reply.STALE
         if self._arriving is None or self._arriving.swap is not swap:
@@ -429,7 +429,7 @@ class Swapping(ExchangeTasks):
 
     def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
         """Prolong the swap's deadline: on a slow line one part may take longer than `stall_s`."""
-        if (swap := self._swaps.awaited(header.sender, header.version, header.kind is Kind.ANSWER)) is not None:
+        if (swap := self._swaps.awaited(header.sender, header.height, header.kind is Kind.ANSWER)) is not None:
             self._swaps.moved(swap, monotonic_s(), self._stall_s)
 
     def on_hello(self) -> Welcome:

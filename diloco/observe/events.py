@@ -272,6 +272,10 @@ class VersionClosed(Event, kind="version"):
     """By layer of experts."""
     repeats: int | None = None
     """Blocks that were read again because the lease had no others."""
+    log_bytes: int | None = None
+    """Written to this rank's log and votes since the version before; None: it keeps none."""
+    longest_sync_s: float | None = None
+    """The longest wait of one of these writes until it was on the disk."""
 
 
 class RoundSkipped(Event, kind="skip"):

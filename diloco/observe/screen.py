@@ -313,6 +313,15 @@ def status_text(status: Mapping[str, Any]) -> str:
     ]
     if status["reason"]:
         lines.append(readable_text(status["reason"], 200))
+    if status.get("conflict"):
+        lines.append(f"{readable_text(status['conflict'], 300)}: stop the peers of the wrong one and evict them")
+    if status.get("votes_missing") and status["votes"] < status["votes_needed"]:
+        names = ", ".join(map(readable_text, status["votes_missing"]))
+        lines.append(f"no commit takes place: bring {names} back with the same disk, or evict who never comes back")
+    if not status.get("durable", True) and answering["votes"]:
+        lines.append("its votes are on no disk: after a restart it votes no more until it was let in anew")
+    if answering.get("abstains"):
+        lines.append("its disk takes no votes, so that it abstains: make room there, and it votes again")
     if status.get("mean_lost_with"):
         names = ", ".join(map(readable_text, status["mean_lost_with"]))
         lines.append(f"the mean of an accepted version is with none that lives: bring back, or evict, {names}")
@@ -332,6 +341,7 @@ def status_text(status: Mapping[str, Any]) -> str:
         ["", *(_standing(peer) for peer in peers)],
         ["version", *(str(max(peer["version"], 0)) for peer in peers)],
         agreement,
+        *([["votes", *map(_vote, peers)]] if "votes" in peers[0] else []),
         ["loss", *(readable_loss(peer["loss"] or None) for peer in peers)],
         ["tok/s", *(readable_count(peer["tokens_per_s"] or None) for peer in peers)],
         ["sent", *(readable_bytes(peer["wire_bytes_sent"]) for peer in peers)],
@@ -339,6 +349,11 @@ def status_text(status: Mapping[str, Any]) -> str:
         ["address", *(readable_text(peer["address"]) for peer in peers)],
     ]
     return "\n".join([*lines, "", *aligned([*zip(*columns, strict=True)], left=2, indent="", gap="   ")])
+
+
+def _vote(peer: Mapping[str, Any]) -> str:
+    """Whether a peer on the screen of `diloco status` votes."""
+    return "abstains" if peer.get("abstains") else "yes" if peer["votes"] else ""
 
 
 def _standing(peer: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from diloco.base.clock import monotonic_s
+from diloco.base.clock import monotonic_s, new_incarnation
 from diloco.base.decisions import Apply, Measure
 from diloco.base.ranks import Alone, Ranks
 from diloco.base.types import Commit, Contribution, Counted, Member
@@ -147,6 +147,8 @@ class Line:
     remainder: bool = False
     """Progress may be left whose tokens are committed: that of other fragments than the latest version's that counted
     us, or of parts that it omitted. Rank 0's."""
+    boot: int = field(default_factory=new_incarnation)
+    """This process of the peer (`Counted`), which has the progress. Rank 0's."""
     since: int = field(init=False)
     """Version at which the progress that is not committed yet began."""
 
@@ -268,7 +270,9 @@ def expect(line: Line, commit: Commit) -> Counted | None:
 
     Raises Diverged when the version was made on another state than this.
     """
-    mine = entry_in(line, commit) if line.sent is not None else None  # else it is that of an earlier life of this peer
+    mine = entry_in(line, commit) if line.sent is not None else None
+    if mine is not None and mine.boot != line.boot:
+        mine = None  # an earlier process of this peer trained it
     if commit.state_digest == line.state.digest:
         return mine
     uncounted = mine is None and commit.version == line.state.version + 1
@@ -342,11 +346,13 @@ def adoption(line: Line, commit: Commit | None, forks: Sequence[Fork]) -> Adopti
 
     `forks`: lineages that led to that of `commit`.
     """
-    stays = commit is not None and commit == line.commit
+    before = line.commit
+    both = commit is not None and before is not None
+    stays = both and (commit.lineage, commit.version) == (before.lineage, before.version)  # type: ignore[union-attr]
     if stays or line.sent is None:
         return Adoption(commit, stays, None, 0)
     sent, passed = line.sent.contribution, line.sent.passed
-    mine = Counted(line.peer, sent.base_version, sent.weight, sent.tokens, sent.blocks)
+    mine = Counted(line.peer, sent.boot, sent.base_version, sent.weight, sent.tokens, sent.blocks)
     # A version that leads to the state may count it: its own, or one that we could not apply.
     counts = commit is not None and (
         mine in commit.counted or (passed is not None and leads_to(passed, commit, forks) and mine in passed.counted)

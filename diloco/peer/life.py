@@ -186,7 +186,8 @@ class PeerLife:
         and count many, which they would not if somebody waited for each.
         """
         membership, line = self.contract.membership, self.line
-        counts_us = any(counted.peer == self.peer.name for closed in outcome for counted in closed.commit.counted)
+        counted = [entry for closed in outcome for entry in closed.commit.counted]
+        counts_us = any((entry.peer, entry.boot) == (line.peer, line.boot) for entry in counted)
         if not outcome or counts_us or not line.trained.tokens or self.peer.done:
             return False
         if self.leaving:

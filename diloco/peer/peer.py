@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco.accounts.journal import Journal
-from diloco.accounts.ledger import Opening, closed_since
+from diloco.accounts.ledger import Opening
 from diloco.base import failpoints
-from diloco.base.clock import monotonic_s, new_incarnation
-from diloco.base.decisions import Adopt, Drop, KeepLocal, Meet, Redo, Rehash, Restore, Save, Withdraw
+from diloco.base.clock import monotonic_s
+from diloco.base.decisions import Adopt, Drop, KeepLocal, Meet, Rehash, Restore, SaveCheckpoint, Withdraw
 from diloco.base.errors import EvictedError, StateError
 from diloco.base.life import POLL_S, Life, Wait, answered
 from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Phase, Progress
 from diloco.exchange.engine import Exchange
 from diloco.exchange.log import forget_means
 from diloco.exchange.service import ExchangeService
+from diloco.exchange.votes import DiskVotes
 from diloco.observe.event_log import Events
 from diloco.observe.events import (
     CheckpointWritten,
@@ -42,6 +43,7 @@ from diloco.observe.events import (
 )
 from diloco.outer.line import Diverged, adoption, book, book_adoption, book_drop, expect
 from diloco.peer.rank import PeerRank, now
+from diloco.peer.restart import Restart
 from diloco.peer.schedule import RunEnd
 from diloco.peer.terms import check_alike, exchange_terms, forks_of, lanes_of, lineage_of
 from diloco.peer.waits import Refusal, in_time, left, settled
@@ -102,27 +104,30 @@ class Peer:
             self.contract, self.site, self.line.layout, self.line.layout.digest, data, self.island.size
         )
         self.ending = RunEnd.of(self.contract, terms.rules.policy.max_peers)
-        self._checkpoint, self._redoes = checkpoint, redoes
-        welcome = endpoint.welcome
-        me = Member(name, new_incarnation(), "")
-        lineage = welcome.lineage if welcome else lineage_of(me, self.contract.digest)
+        self._checkpoint, welcome = checkpoint, endpoint.welcome
+        self._restart = Restart.of(directory, checkpoint) if redoes else None
+        restored = self._restart.life(welcome) if self._restart is not None else None
+        if self._restart is not None:  # the clock may have been set back
+            self.line.boot = max(self.line.boot, self._restart.boot + 1)
+        founds = welcome is None and restored is None
+        me = Member(name, restored.life if restored is not None else self.line.boot, "")
+        lineage = restored.head.lineage if restored is not None else lineage_of(me, self.contract.digest)
+        lineage = welcome.lineage if welcome else lineage
         link, loop = endpoint.runtime.link, endpoint.runtime.loop
         self.forks: tuple[Fork, ...] = ()
         """Lineages that led to that of the line's commit."""
         forks = welcome.forks if welcome else ()
-        log = rank.log(directory, self._warn)
-        self.exchange = Exchange(me, terms, link, lineage, welcome is None, loop, self._on_reason, forks, log)
+        log = rank.log(directory, self.warn)
+        votes = DiskVotes(directory, self.warn, log.use) if log is not None and directory is not None else None
+        self.exchange = Exchange(
+            me, terms, link, lineage, founds, loop, self._on_reason, forks, log, votes, self.line.boot, restored
+        )
         self.address = ""
         opening = Opening(
-            peer=name,
-            incarnation=me.incarnation,
-            run=self.contract.run.name,
-            contract_digest=self.contract.digest,
-            lineage=lineage,
-            founds=welcome is None,
-            resumed=checkpoint is not None,
-        )
-        self.journal = Journal(opening, self.line, directory, self.site.storage, self._warn)
+            peer=name, incarnation=me.incarnation, boot=self.line.boot, run=self.contract.run.name,
+            contract_digest=self.contract.digest, lineage=lineage, founds=founds, resumed=checkpoint is not None,
+        )  # fmt: skip
+        self.journal = Journal(opening, self.line, directory, self.site.storage, self.warn)
         self.keeper = CheckpointSchedule(self._saved, events.emit, self._begin_save)
         self.void_tokens = 0
         """Tokens of all peers, committed on lineages that we followed and that ended."""
@@ -174,24 +179,30 @@ class Peer:
         IncompatibleError (other model).
         """
         if self._checkpoint is not None:
-            yield from self._restore(self._checkpoint)
-            if self._redoes and self.directory is not None:
-                yield from self._redo(self._checkpoint, self.directory)
+            yield from self.restore(self._checkpoint)
+            if self._restart is not None:
+                yield from self._restart.redo(self, self._checkpoint)
             self.journal.trained_tokens = self.line.trained.tokens
         network, welcome = self.site.network, self.endpoint.welcome
-        if welcome is None and (commit := self.line.commit) is not None:
+        founds = self.exchange.machine.founder
+        if founds and (commit := self.line.commit) is not None:
             self.exchange.machine.founds_on((*self.forks, Fork(commit.lineage, commit.tokens)))
         if welcome is not None:
             check_alike(welcome, self.exchange.terms.layout_digest, self.exchange.terms.data)
         self.journal.opened(self.contract)  # before anybody hears of this life
+        if self._restart is not None:
+            self._restart.book(self.journal)
         served = self.endpoint.runtime.serve(ExchangeService(self.exchange), network.listen)
         toward = welcome.members[0].address if welcome else None
         self.address = network.advertise or reachable(served, toward)
-        self.endpoint.open_directory(self.contract.run.name, self._warn)
+        self.endpoint.open_directory(self.contract.run.name, self.warn)
         lanes = self._meet_ranks(toward) if self.island.size > 1 else ()
         self.exchange.start(self.address, self.endpoint.directory.addresses, lanes)
-        if welcome is not None:
+        if not founds:
             self.drop("the run may have counted it before the restart")
+        if self._restart is not None:
+            self.chronicle.copied(self.line.commit, None)
+        if welcome is not None:
             self._meet_members(welcome)
         ours = self.line.commit.lineage if self.line.commit is not None else ""
         if welcome is None or ours == welcome.lineage or self.done:  # a run that has ended is resumed at its last state
@@ -200,10 +211,13 @@ class Peer:
             refusal = Refusal(self.exchange, self.site)  # before all of the state has come over a slow link
             others = [member.address for member in welcome.members if member.peer != self.name]
             yield from self.copy_state(others, refusal.check)
+        accepted = self._restart.accepted(self.line.layout) if self._restart is not None else None
+        if accepted is not None:
+            self.exchange.hold_mean(accepted)
         self._presence = self.endpoint.appear(self.exchange)
         self.events.emit(Listening(self.address, self.ticket))
 
-    def _restore(self, checkpoint: Checkpoint) -> Life[None]:
+    def restore(self, checkpoint: Checkpoint) -> Life[None]:
         """Go on from a checkpoint."""
         yield from self.do(Restore(str(checkpoint.path.resolve()), checkpoint.digest), checkpoint)
         book_restored(self.line, checkpoint)
@@ -211,32 +225,7 @@ class Peer:
         if self.line.commit is not None:
             self.ending.on_commit(self.line.commit, copied=True)
 
-    def _redo(self, checkpoint: Checkpoint, directory: Path) -> Life[None]:
-        """Apply again the versions since the checkpoint: commits are in the ledger, and means in the logs of the ranks.
-
-        Where one of them counts this peer, the progress of the checkpoint goes: it may be what was counted.
-        """
-        line = self.line
-        for past in closed_since(directory, line.commit):
-            commit, before = past.commit, line.commit
-            if commit.fragment < 0:
-                self._found_again(before, commit)
-                continue
-            drops = any(counted.peer == self.name for counted in commit.counted)
-            yield from self.do(Redo(commit.to_bytes().decode(), str(directory.resolve()), self.name, drops))
-            if not self.rank.redone:
-                return
-            if drops:
-                book_drop(line)
-                line.trained.blocks = 0  # the lease begins behind those that were counted
-            book(line, commit, None)
-            if line.state.digest != past.state:
-                self._warn(f"the log makes another state of version {commit.version}: going on from the checkpoint")
-                yield from self._restore(checkpoint)
-                return
-            self.ending.on_commit(commit)
-
-    def _found_again(self, before: Commit | None, commit: Commit) -> None:
+    def found_again(self, before: Commit | None, commit: Commit) -> None:
         """A founding closed: it moves no anchor, and may be of another lineage."""
         if before is not None and before.lineage != commit.lineage:
             self.forks = (*self.forks, Fork(before.lineage, before.tokens))
@@ -292,11 +281,11 @@ class Peer:
         self.journal.adopted(taken.mine, taken.discarded, self.forks)
         if taken.discarded:
             tokens = f"{taken.discarded:,} tokens sent before the copy"
-            self._warn(f"{tokens} count as discarded: a version may have counted them")
+            self.warn(f"{tokens} count as discarded: a version may have counted them")
         if offer.commit is not None and offer.commit != before:
             self.ending.on_commit(offer.commit, copied=True)
             if self.ending.late:
-                self._warn(f"version {state.version} was copied in the run's final sync: its last one may be later")
+                self.warn(f"version {state.version} was copied in the run's final sync: its last one may be later")
         self.exchange.hold(state, offer.commit, copied=True)
         self.chronicle.copied(offer.commit, before)
         wire = self.wire()
@@ -344,7 +333,7 @@ class Peer:
         failpoints.hit("before-outer")
         offered, mine = line.sent is not None, None  # else an entry of our name is that of an earlier life
         if commit.fragment < 0:  # a founding moves no anchor: what was sent stays what it is
-            self._found_again(before, commit)
+            self.found_again(before, commit)
         else:
             mine = expect(line, commit)
             state_unused = False  # whether the outer step may be made in the buffers of the state before
@@ -412,7 +401,8 @@ class Peer:
         self.progress = replace(self.progress, **finite)  # type: ignore[arg-type]
         self.exchange.report(self.progress)
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Say this to whoever watches the peer."""
         self.events.emit(Warned(text))
 
     def _on_reason(self, reason: str, routine: bool) -> None:
@@ -434,7 +424,7 @@ class Peer:
             except Diverged as error:  # only a copy would mend the state: it stays as it is
                 if error.uncounted:
                     self.withdraw()
-                self._warn(f"{error}; leaving with the one before")
+                self.warn(f"{error}; leaving with the one before")
         yield from left(self.exchange, self.site)
         sent = self.line.sent  # offered, and no version that we know was made with it or without it
         why = f"{reason}; a version may count {sent.contribution.tokens} of them" if sent is not None else reason
@@ -460,13 +450,15 @@ class Peer:
     def _saved(self, event: CheckpointWritten) -> None:
         if self.directory is not None and self.site.storage.log:
             with suppress(OSError):
-                forget_means(self.directory, oldest_kept(self.rank.folder, event.version, self.site.storage.keep))
+                oldest = oldest_kept(self.rank.folder, event.version, self.site.storage.keep)
+                forget_means(self.directory, oldest)
+                self.exchange.votes.forget(oldest)
         self.publish(event)
 
     def _begin_save(self) -> Any:
         groups, about = save_line(self.line, self.contract)
         about["forks"] = [[fork.lineage, fork.tokens] for fork in self.forks]
-        self.island.decide(Save("local" in groups))
+        self.island.decide(SaveCheckpoint("local" in groups))
         return self.rank.save((groups, {**about, **self.chronicle.numbers()}), self.site.storage.keep)
 
 
@@ -475,6 +467,8 @@ def _reasons(
 ) -> dict[str, str]:
     """Why peers left the view: `left` or `lost`. One that leaves with its last contribution says goodbye when that is
     counted, which is too late for this peer to hear; but the commit hands its data back. Others said goodbye before."""
+    if after.drafter:  # it leaves out who wants to go, and nobody else
+        return dict.fromkeys(gone, "left")
     used = {counted.peer: counted.blocks for counted in after.counted}
     in_good_order = dict.fromkeys(goodbyes, True)
     if before is not None:

@@ -21,7 +21,7 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import LaneService, RemoteExchange
-from diloco.exchange.log import DiskLog, LaneLog, logged_mean
+from diloco.exchange.log import DiskLog, logged_mean
 from diloco.exchange.work import SteppedVersion
 from diloco.inner.meter import Throughput
 from diloco.island import Island
@@ -160,7 +160,7 @@ class PeerRank:
                 self.trains.restore(opened)
             case d.Redo():
                 yield from self._redo(decision)
-            case d.Save():
+            case d.SaveCheckpoint():
                 self.save_part(local=decision.local)
             case d.Publish():
                 event = own
@@ -220,7 +220,7 @@ class PeerRank:
     # ------------------------------------------------------------ checkpoints
 
     def save(self, contents: Contents, keep: int) -> Future[Written]:
-        """Rank 0's part of the decision `Save`: `contents`, and what this rank holds. May come to ResourceError."""
+        """Rank 0's part of `SaveCheckpoint`: `contents`, and what this rank holds. May come to ResourceError."""
         (groups, about), (kept, numbers) = contents, self.trains.kept()
         version, local = self.line.state.version, "local" in groups
         with weights_to_keep(self.line):
@@ -228,7 +228,7 @@ class PeerRank:
             return self.saver.save(self.folder, version, {**groups, **kept}, live, {**numbers, **about}, keep)
 
     def save_part(self, *, local: bool) -> None:
-        """The decision `Save` on another rank of the peer."""
+        """The decision `SaveCheckpoint` on another rank of the peer."""
         with weights_to_keep(self.line):
             self.saver.save_part(line_slices(self.line), self.trains.live(local=local))
 
@@ -243,7 +243,7 @@ class PeerRank:
         self._hold()
         self.island.gather(address)
 
-    def log(self, folder: Path | None, warn: Callable[[str], None]) -> LaneLog | None:
+    def log(self, folder: Path | None, warn: Callable[[str], None]) -> DiskLog | None:
         """This rank's log below the folder of its peer, where checkpoints are, too; `warn` gets sentences."""
         storage = self.site.storage
         if folder is None or not (storage.log and storage.checkpoint_every):

@@ -35,7 +35,7 @@ class Refusal:
             self._since_s, self._reply = now_s, reply
         refused_s = now_s - self._since_s
         if self._reply is Reply.FENCED and refused_s > 3 * self._timeouts.suspect_s:
-            raise EvictedError(f"the run has a live peer named {exchange.name}", "choose another peer.name")
+            raise EvictedError(f"the run has a live peer named {exchange.me.peer}", "choose another peer.name")
         heartbeat_s = self._timeouts.heartbeat_s
         if self._reply is Reply.UNREACHED and refused_s > heartbeat_s + min(heartbeat_s, MAX_LATE_S):
             cause = f"nobody reaches {exchange.me.address}: the members hear this peer, and it does not hear them"
@@ -57,10 +57,15 @@ def settled(exchange: Exchange, site: Site) -> Life[None]:
 
 
 def left(exchange: Exchange, site: Site) -> Life[None]:
-    """A peer that leaves says goodbye, and waits a little until the others have heard it."""
-    said, deadline_s = exchange.leave(), monotonic_s() + site.timeouts.rpc_s + 1.0
-    while not said.done() and monotonic_s() < deadline_s:
-        yield Wait(said, POLL_S)
+    """A peer that leaves votes and serves until most voters can do without it, at most `leave_s`; then it goes, and
+    waits a little until the others have heard so."""
+    left = exchange.leave()
+    for patience_s in (site.timeouts.leave_s, site.timeouts.rpc_s + 1.0):
+        deadline_s = monotonic_s() + patience_s
+        while not left.done() and monotonic_s() < deadline_s:
+            yield Wait(left, POLL_S)
+        if not left.done():
+            exchange.go()
 
 
 def in_time(

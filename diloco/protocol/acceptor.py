@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.protocol.post import Post
-from diloco.protocol.view import Rules, Timing, coordinator
+from diloco.protocol.view import Rules, Timing
+from diloco.protocol.vote import Restored, VoteRecord, seat
 
 if TYPE_CHECKING:
     from diloco.protocol.chain import Chain
@@ -24,19 +27,37 @@ class Acceptor:
     coordinator: Coordinator
     membership: Membership
 
-    def __init__(self, rules: Rules, timing: Timing, post: Post) -> None:
+    def __init__(self, rules: Rules, timing: Timing, post: Post, restored: Restored | None) -> None:
         self._rules, self._timing, self._post = rules, timing, post
         self.attempt = 0
         """The latest attempt known: nothing of an earlier one is accepted."""
-        self.accepted: tuple[int, Commit | None] = (-1, None)
-        """The latest attempt in which this peer accepted a commit, and that commit."""
+        self._record = restored.record if restored is not None else VoteRecord("")
+        """The record that binds this voter. It may be on its way to the disk."""
+        self._accepted = restored.accepted if restored is not None else None
+        """The commit that the record names as accepted."""
+        self._from_height = restored.head.height if restored is not None else -1
+        """In votes before that on this head's successor it has no part: what bound this voter there is forgotten."""
+        self._number = post.saved
+        """Number of the latest `Save`."""
+        self.abstains = False
+        """The disk refuses what binds this voter, which therefore promises and accepts nothing."""
+        self._again_at = post.now
+        self._then: dict[str, tuple[int, Callable[[], None]]] = {}
+        """To be done when that number is on the disk, by the kind of message that waits for it."""
         self._proposal: m.Propose | None = None
         """The proposal of another peer's attempt."""
         self._fetching_until = post.now
 
+    @property
+    def accepted(self) -> tuple[int, Commit | None]:
+        """The latest attempt in which this voter accepted a commit, and that commit."""
+        return self._record.attempt, self._accepted
+
     def seat(self, attempt: int) -> Member:
-        """The coordinator of an attempt to make the next version."""
-        return coordinator(self._rules.run, self.chain.making, attempt, self.chain.view)
+        """The coordinator of an attempt to decide the next commit."""
+        commit = self.chain.commit
+        assert commit is not None
+        return seat_after(commit, attempt)
 
     # ------------------------------------------------------------ promises
 
@@ -46,13 +67,13 @@ class Acceptor:
         A peer that has no part in the version does so only when another `asked` it: others lead on.
         """
         membership = self.membership
-        if not (asked or self.contributor.takes_part) or not membership.in_view:
+        if not membership.in_view or not (asked or self.contributor.takes_part or membership.changes()):
             return
         seat = self.seat(self.attempt)
-        if membership.lives(seat):
+        if membership.leads(seat):
             return
         for step in range(1, len(self.chain.view) + 1):
-            if membership.lives(self.seat(self.attempt + step)):
+            if membership.leads(self.seat(self.attempt + step)):
                 self._post.next_attempt(self.attempt + step, f"coordinator {seat.peer} is gone")
                 return
 
@@ -61,15 +82,20 @@ class Acceptor:
         self.attempt, self._proposal = attempt, None
 
     def answer(self) -> None:
-        """Promise the attempt's coordinator to accept nothing of an earlier one; with the offer, if there is one."""
-        chain, contributor = self.chain, self.contributor
-        votes = self.membership.votes()
-        ready = m.Ready(chain.making, self.attempt, contributor.offer, chain.state.digest, *self.accepted, votes)
+        """Promise the attempt's coordinator to accept nothing of an earlier one; with the offer, if there is one. The
+        first attempt takes no promise: there is nothing earlier."""
+        record = self._record.promise(self.attempt)
+        if record is not None:
+            self._bind(record, self._accepted, "Ready", self._say_ready)
+
+    def _say_ready(self) -> None:
+        chain = self.chain
+        ready = m.Ready(chain.height, self.attempt, self.contributor.offer, chain.state.digest, *self.accepted)
         self._post.send(self.seat(self.attempt), ready)
 
     def on_gather(self, sender: Member, body: m.Gather) -> None:
         """Answer the coordinator of a later attempt."""
-        current = self.chain.current(sender, body.version)
+        current = self.chain.current(sender, body.height)
         if not current or not self.membership.in_view or sender != self.seat(body.attempt):
             return
         if body.attempt < self.attempt:
@@ -84,32 +110,31 @@ class Acceptor:
         if self.contributor.reduction is None:
             self.answer()
 
-    def take_over(self, goodbye: m.Goodbye) -> None:
-        """Be bound as the leaver was whose vote this peer has: else two commits could have it."""
-        if goodbye.accepted is not None and goodbye.accepted_attempt > self.accepted[0]:
-            self.accepted = (goodbye.accepted_attempt, goodbye.accepted)
-        if goodbye.attempt > self.attempt:
-            self._post.next_attempt(goodbye.attempt, "taking over a leaver's vote")
-
     # ------------------------------------------------------------ votes
 
     def on_propose(self, sender: Member, body: m.Propose) -> None:
         """Vote for a commit whose mean is here, or see that it comes."""
-        current = self.chain.current(sender, body.version)
+        current = self.chain.current(sender, body.height)
         if not current or body.attempt < self.attempt or sender != self.seat(body.attempt):
             return
-        before = self.chain.commit
-        if before is None or body.commit.previous != before.digest or body.commit.version != self.chain.making:
+        if not self._follows(body.commit):
             return
         if body.attempt > self.attempt:
             self._post.next_attempt(body.attempt, "a later attempt proposes a commit")
         self._proposal = body
-        if self.membership.me.witness or self.contributor.holds(body.commit.mean_digest):
+        if not body.commit.moves or self.membership.me.witness or self.contributor.holds(body.commit.mean_digest):
             self.accept(body)
         elif self.contributor.has_other_mean(body):
-            self._post.send(sender, m.Stalled(*body.key, (), "holds another mean: an owner sent two"))
+            self.contributor.complain_of_mean()
         elif not self.contributor.mean_is_coming():
             self.fetch(body)
+
+    def _follows(self, commit: Commit) -> bool:
+        """Whether a proposed commit follows ours: it makes the next version, or only changes members."""
+        before, chain = self.chain.commit, self.chain
+        if before is None or commit.founds or (commit.previous, commit.height) != (before.digest, before.height + 1):
+            return False
+        return commit.version == (chain.making if commit.moves else chain.version)
 
     def look_again(self) -> None:
         """A mean came: vote for what another peer's attempt proposes, if that is it."""
@@ -120,19 +145,90 @@ class Acceptor:
         """Emit `FetchMean` towards coordinator and trainers, once per stall time: the proposed mean may be large."""
         if self._post.now >= self._fetching_until:
             self._fetching_until = self._post.now + self._timing.stall_s
-            seat, me = self.seat(proposal.attempt), self.membership.me
+            seat, me = self.membership.roster.latest(self.seat(proposal.attempt)), self.membership.me
             others = [member for member in (seat, *self.membership.trainers_alive()) if member != me]
-            self._post.emit(m.FetchMean(proposal.commit, tuple(dict.fromkeys(others))))
+            self._post.emit(fx.FetchMean(proposal.commit, tuple(dict.fromkeys(others))))
 
     def accept(self, proposal: m.Propose) -> None:
-        """Vote for a proposed commit. A joiner holds the mean, but does not vote yet."""
-        if not self.membership.in_view:
+        """Vote for a proposed commit. A learner says so that it holds the mean: its vote does not count yet."""
+        record = self._record.accept(proposal.attempt, proposal.commit.digest)
+        if record is None or not self.membership.in_view:
             return
-        self.accepted = (proposal.attempt, proposal.commit)
-        accept = m.Accept(*proposal.key, proposal.commit.digest, self.membership.votes())
-        self._post.send(self.seat(proposal.attempt), accept)
+        self._bind(record, proposal.commit, "Accept", lambda: self._say_accept(proposal))
+
+    def _say_accept(self, proposal: m.Propose) -> None:
+        if proposal.attempt == self.attempt:  # else it went on while the disk was written
+            accept = m.Accept(*proposal.key, proposal.commit.digest)
+            self._post.send(self.seat(proposal.attempt), accept)
+
+    # ------------------------------------------------------------ what binds
+
+    def leads(self, then: Callable[[], None]) -> bool:
+        """Whether it is on the disk that this voter leads the attempt: before, it begins and proposes nothing. False:
+        `then` comes when it is. After a restart it leads only later attempts."""
+        record = self._record.lead(self.attempt)
+        if record is not None:
+            self._bind(record, self._accepted, "lead", then)
+            return False
+        return self._record.led == self.attempt and self._post.saved >= self._then.get("lead", (0, then))[0]
+
+    def _bind(self, record: VoteRecord, accepted: Commit | None, what: str, then: Callable[[], None]) -> None:
+        """Have a record on the disk, and then do this."""
+        if self.chain.height < self._from_height or self.chain.conflict is not None:
+            return
+        if record != self._record:
+            self._record, self._accepted = record, accepted
+            self._number = self._post.save(record, accepted)
+        if self._post.saved >= self._number:
+            then()
+        else:
+            self._then[what] = self._number, then
+
+    def on_saved(self, event: m.Saved) -> None:
+        """Go on with what waited for the disk. A disk that refuses is asked again: until then this voter abstains."""
+        self.abstains = event.refused
+        if event.refused:
+            return
+        self._post.on_saved(event.number)
+        due = {what: then for what, (number, then) in self._then.items() if number <= self._post.saved}
+        self._then = {what: waiting for what, waiting in self._then.items() if what not in due}
+        for then in due.values():
+            then()
+
+    def save_again(self) -> None:
+        """Ask a disk that refused once more, if that is due."""
+        if self.abstains and self._post.now >= self._again_at:
+            self._again_at = self._post.now + self._timing.heartbeat_s
+            self._number = self._post.save(self._record, self._accepted, self.chain.commit)
+            self._then = {what: (self._number, then) for what, (_, then) in self._then.items()}
+
+    def stand(self, commit: Commit, before: Commit | None) -> None:
+        """Vote on the successor of another head from now on. That is said when it is on the disk."""
+        self.forget()
+        self._then = {}
+        if commit.digest == self._record.head:  # restored, or a copy of the state where we stand
+            self.attempt = max(self._record.promised, self._record.led + 1)
+        elif commit.height >= self._from_height:
+            self._record, self._accepted = VoteRecord(commit.digest), None
+            self._number = self._post.save(self._record, None, commit)
+        if self._post.saved < self._number:
+            self._then["stand"] = self._number, lambda: self.chain.stands(commit)
+        else:
+            self.chain.stands(commit)
+
+    def forget_life(self) -> None:
+        """Another life begins: nothing binds it, and it says nothing that waited for the disk of the one before."""
+        self._then = {}
+        self._record, self._accepted, self._from_height = VoteRecord(""), None, -1
 
     def forget(self) -> None:
-        """Drop promise and vote: attempts at another version come next."""
-        self.attempt, self.accepted, self._proposal = 0, (-1, None), None
+        """Drop the attempt: those to decide the successor of another head come next."""
+        self.attempt, self._proposal = 0, None
         self._fetching_until = self._post.now
+
+
+def seat_after(commit: Commit, attempt: int) -> Member:
+    """The coordinator of an attempt to decide the successor of a commit: voters that train take turns."""
+    voters = [member for member in commit.voting if not member.witness]
+    drafter = next((member for member in voters if member.peer == commit.drafter), None)
+    return seat(voters, attempt, drafter, commit.digest)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Member
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
+from diloco.protocol.acceptor import seat_after
 from diloco.protocol.post import Post
 from diloco.protocol.reduction import Reduction, as_counted, covers, well_formed
 from diloco.protocol.view import Rules, Timing, owner_of_parts
@@ -37,6 +39,10 @@ class Contributor:
         """Others have bytes of our contribution and may count it."""
         self._held: list[str] = []
         """Digests of the latest means that are here, whole."""
+        self._whole: Reduction | None = None
+        """The latest reduction of this version whose mean is here."""
+        self._over = (-1, -1)
+        """The latest reduction of this version that this peer dropped: it takes part in none of before."""
         self._offered_at = self._complained_at = post.now
 
     # ------------------------------------------------------------ what others may ask
@@ -45,6 +51,11 @@ class Contributor:
     def takes_part(self) -> bool:
         """Whether this peer has an offer, or a reduction under way."""
         return self.offer is not None or self.reduction is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether no reduction is under way here whose leader lives."""
+        return self.reduction is None or not self.membership.lives(self.reduction.leader)
 
     @property
     def moves(self) -> bool:
@@ -56,10 +67,30 @@ class Contributor:
         """Whether this mean is here, whole."""
         return mean_digest in self._held
 
+    @property
+    def whole(self) -> Reduction | None:
+        """The latest reduction of this version whose mean is here, whole."""
+        return self._whole if self._whole is not None and self._whole.mean_digest else None
+
     def has_other_mean(self, proposal: m.Propose) -> bool:
         """Whether the reduction that the proposal is of came to another mean here."""
-        reduction = self.reduction
-        return reduction is not None and bool(reduction.mean_digest) and reduction.key == proposal.key
+        whole = self.whole
+        return whole is not None and whole.key == (proposal.reduction_height, proposal.reduction_attempt)
+
+    def complain_of_mean(self) -> None:
+        """Tell the leader of the reduction whose mean is here, and another one elsewhere: it is to begin anew."""
+        whole = self.whole
+        if whole is not None:
+            self._post.send(whole.leader, m.Stalled(*whole.key, (), "holds another mean: an owner sent two"))
+
+    def has_failed(self, key: tuple[int, int], leader: Member) -> bool:
+        """Whether this is the reduction under way, or the one whose mean is here, as its leader gives it up: then that
+        mean is not proposed any more."""
+        whole, reduction = self._whole, self.reduction
+        ours = [one for one in (whole, reduction) if one is not None and (one.key, one.leader) == (key, leader)]
+        if whole is not None and whole in ours:
+            self._whole = None
+        return bool(ours)
 
     def mean_is_coming(self) -> bool:
         """Whether the reduction under way may still complete its mean, so that the voter need not ask for a fetch."""
@@ -82,11 +113,10 @@ class Contributor:
         others = [member.peer for member in reduction.begin.receivers]
         return self._post.now - max(reduction.times.moved_at_s, self.membership.roster.moved_at_s(others))
 
-    def took_s(self, version: int) -> float | None:
-        """Seconds since the reduction of that version began; None: it is not under way here."""
+    def took_s(self) -> float | None:
+        """Seconds since the reduction under way began; None: none is."""
         reduction = self.reduction
-        begun = reduction is not None and reduction.begin.version == version
-        return self._post.now - reduction.times.began_at_s if reduction is not None and begun else None
+        return self._post.now - reduction.times.began_at_s if reduction is not None else None
 
     def _reduction_for(self, item: m.OfAttempt) -> Reduction | None:
         """The reduction under way in the state machine, if a message or event is of its attempt."""
@@ -119,7 +149,7 @@ class Contributor:
         """Have the training side skip the round."""
         self.offer = None
         self._post.note(reason)
-        self._post.emit(m.GiveUp(reason, self._exposed))
+        self._post.emit(fx.GiveUp(reason, self._exposed))
         if self.membership.in_view and self.reduction is None:
             self.acceptor.answer()  # without the offer: nobody must begin with what is not there any more
 
@@ -132,27 +162,32 @@ class Contributor:
 
     def on_begin(self, sender: Member, body: m.Begin) -> None:
         """Take part in the reduction of an attempt, as the coordinator has it."""
-        me, acceptor = self.membership.me, self.acceptor
-        if not self.chain.current(sender, body.version) or body.attempt < acceptor.attempt:
+        me, acceptor, chain = self.membership.me, self.acceptor, self.chain
+        # It may have begun before a view commit: a reduction is of the version.
+        head = chain.head_at(body.height)
+        if head is None:
+            chain.current(sender, body.height)
             return
-        if sender != acceptor.seat(body.attempt) or me not in body.receivers or me.witness:
+        here = head is chain.commit
+        latest = max(self._over, self.reduction.key if self.reduction is not None else (-1, -1))
+        if body.key <= latest or (here and body.attempt < acceptor.attempt):
             return
-        if self._reduction_for(body) is not None:
+        if sender != seat_after(head, body.attempt) or me not in body.receivers or me.witness:
             return
-        members = [member.peer for member in self.chain.view]
+        members = [member.peer for member in head.view]
         if not well_formed(body, self._rules.parts[self.chain.fragment], members):
             self._post.send(sender, m.Stalled(*body.key, (), "malformed Begin"))
             return
-        if body.attempt > acceptor.attempt:
+        if here and body.attempt > acceptor.attempt:
             self._post.next_attempt(body.attempt, "the coordinator began a later attempt")
-        reduction = Reduction(body, me.peer, self._post.now)
+        reduction = Reduction(body, sender, me.peer, self._post.now)
         if reduction.contributes:
             mine = as_counted(me.peer, self.offer) if self.offer is not None else None
             if mine not in body.contributors:
                 self._post.send(sender, m.Stalled(*body.key, (me.peer,), "has withdrawn its contribution"))
                 return
         self.reduction = reduction
-        self._post.emit(m.BeginReduction(body))
+        self._post.emit(fx.BeginReduction(body))
         if reduction.contributes:
             self._exposed = True
             self._contribute(reduction, body.spans)
@@ -163,20 +198,20 @@ class Contributor:
         receivers = {member.peer: member for member in reduction.begin.receivers}
         for span in owed:
             if span.owner != me:
-                self._post.emit(m.SendContribution(*reduction.key, reduction.generation, span, receivers[span.owner]))
+                self._post.emit(fx.SendContribution(*reduction.key, reduction.generation, span, receivers[span.owner]))
         for part in owner_of_parts(span for span in owed if span.owner == me):
             self.on_contribution(m.ContributionArrived(*reduction.key, me, part))
 
     def on_repair(self, sender: Member, body: m.Repair) -> None:
         """Go on without the dead, as the coordinator has it."""
         reduction = self._reduction_for(body)
-        if reduction is None or sender != self.acceptor.seat(body.attempt) or body.generation <= reduction.generation:
+        if reduction is None or sender != reduction.leader or body.generation <= reduction.generation:
             return
         if not covers(body.spans, self._rules.parts[self.chain.fragment], reduction.contributors):
             return
         self._post.note(f"going on without {', '.join(body.gone)} ({body.reason})")
         moved, ready = reduction.repair(body, self._post.now)
-        self._post.emit(m.RepairReduction(body))
+        self._post.emit(fx.RepairReduction(body))
         for part in ready:
             self._average(reduction, part)
         if reduction.contributes:  # though the offer was withdrawn meanwhile: others count it
@@ -189,14 +224,13 @@ class Contributor:
             self._average(reduction, event.part)
 
     def _average(self, reduction: Reduction, part: int) -> None:
-        self._post.emit(m.FoldPart(*reduction.key, part, reduction.average(part)))
+        self._post.emit(fx.FoldPart(*reduction.key, part, reduction.average(part)))
 
     def on_refused(self, event: m.ContributionRefused) -> None:
         """Tell the coordinator of bytes that are no good."""
         reduction = self._reduction_for(event)
         if reduction is not None and event.sender in reduction.contributors:  # a stranger's bytes harm nobody
-            seat = self.acceptor.seat(self.acceptor.attempt)
-            self._post.send(seat, m.Stalled(*reduction.key, (event.sender,), event.reason, event.offence))
+            self._post.send(reduction.leader, m.Stalled(*reduction.key, (event.sender,), event.reason, event.offence))
 
     def on_folded(self, event: m.PartFolded) -> None:
         """Send a part's mean to all receivers."""
@@ -206,7 +240,7 @@ class Contributor:
         me = self.membership.me
         others = tuple(member for member in reduction.begin.receivers if member != me)
         omitted = reduction.omitted[event.part]
-        self._post.emit(m.SendMean(*reduction.key, event.part, omitted, others))
+        self._post.emit(fx.SendMean(*reduction.key, event.part, omitted, others))
         self.on_mean(m.MeanArrived(*reduction.key, me.peer, event.part, omitted))
 
     def on_mean(self, event: m.MeanArrived) -> None:
@@ -219,16 +253,17 @@ class Contributor:
             reason = "left somebody out of a part of the mean"
             self.on_refused(m.ContributionRefused(*reduction.key, event.sender, reason))
         elif reduction.mean(event.part, event.sender, event.omitted, self._post.now):
-            self._post.emit(m.SealMean(*reduction.key))
+            self._post.emit(fx.SealMean(*reduction.key))
 
     def on_mean_held(self, event: m.MeanHeld) -> bool:
         """Note a mean that is here, whole. True: it is that of the reduction under way, which is complete."""
         self._held = [*self._held, event.mean_digest][-self._rules.means_kept :]
         reduction = self.reduction
         # It is not complete any more if it was repaired while we hashed.
-        if reduction is None or reduction.key != (event.version, event.attempt) or not reduction.complete:
+        if reduction is None or reduction.key != (event.height, event.attempt) or not reduction.complete:
             return False
         reduction.mean_digest = event.mean_digest
+        self._whole = reduction
         reduction.times.moved_at_s = self._post.now
         return True
 
@@ -251,9 +286,10 @@ class Contributor:
             return
         silent, stall_s = now - reduction.times.moved_at_s, self._timing.stall_s
         attempt, policy = self.acceptor.attempt, self._rules.policy.at(self.chain.making, ending=False)
-        grace_s, alone_s = policy.bytes_grace(self.chain.sync_s, attempt)
-        voters = sum(membership.is_member(receiver) for receiver in reduction.begin.receivers)
-        reduction.look(now, max(grace_s, stall_s), max(alone_s, stall_s), voters)
+        grace_s, alone_s = policy.bytes_grace(self.chain.sync_s, reduction.begin.attempt)
+        receivers = {member.peer for member in reduction.begin.receivers if membership.is_member(member)}
+        voters = receivers & membership.electorate.names()
+        reduction.look(now, max(grace_s, stall_s), max(alone_s, stall_s), receivers, voters)
         late = now > reduction.times.until_s
         waited_for = set(reduction.contributors) - reduction.gone
         members = [member for member in reduction.begin.receivers if member.peer in waited_for]
@@ -269,12 +305,14 @@ class Contributor:
             took_s = now - reduction.times.began_at_s
             reason = f"slower than most, after {took_s:.1f} s" if late else f"no bytes for {silent:.1f} s"
             stalled = m.Stalled(*reduction.key, reduction.missing(), reason, still=not late)
-            self._post.send(self.acceptor.seat(attempt), stalled)
+            self._post.send(reduction.leader, stalled)
 
     # ------------------------------------------------------------ moving on
 
     def drop(self) -> None:
-        """Drop the reduction of an attempt that is over."""
+        """Drop the reduction under way."""
+        if self.reduction is not None:
+            self._over = self.reduction.key
         self.reduction = None
 
     def adopt(self, founds: bool) -> None:
@@ -283,5 +321,6 @@ class Contributor:
         self.forget()
 
     def forget(self) -> None:
-        """Drop offer and reduction: attempts at another version come next."""
-        self.offer = self.reduction = None
+        """Drop offer and reduction: another version is made next."""
+        self.offer = self.reduction = self._whole = None
+        self._over = (-1, -1)

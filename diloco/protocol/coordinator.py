@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
 from diloco.protocol import leases
 from diloco.protocol import messages as m
 from diloco.protocol.post import Post
-from diloco.protocol.reduction import Reduction, Tally
+from diloco.protocol.reduction import Lead, Reduction, Tally
 from diloco.protocol.view import GroupDecision, Policy, Rules, Timing, as_spans, decide, in_turn, respan, spans
+from diloco.protocol.vote import Promised, choices, choose
 
 if TYPE_CHECKING:
     from diloco.protocol.acceptor import Acceptor
     from diloco.protocol.chain import Chain
     from diloco.protocol.contributor import Contributor
+    from diloco.protocol.draft import Drafter
     from diloco.protocol.lineage import Lineage
     from diloco.protocol.membership import Membership
 
@@ -29,6 +31,7 @@ class Coordinator:
     acceptor: Acceptor
     chain: Chain
     contributor: Contributor
+    drafter: Drafter
     lineage: Lineage
     membership: Membership
 
@@ -36,6 +39,8 @@ class Coordinator:
         self._rules, self._timing, self._post = rules, timing, post
         self._tally: Tally | None = None
         """The record of the attempt that this peer leads; None: another leads it."""
+        self._lead: Lead | None = None
+        """The record of the reduction that this peer began for the version being made."""
         self._without: tuple[str, ...] = ()
         """Peers whose contributions made the attempt before fail."""
         self.mean_lost_with: tuple[str, ...] = ()
@@ -46,8 +51,9 @@ class Coordinator:
 
     @property
     def leads(self) -> bool:
-        """Whether this peer has begun to lead the attempt."""
-        return self._tally is not None
+        """Whether this peer leads the attempt, and has begun to."""
+        tally = self._tally
+        return tally is not None and (bool(tally.ready) or tally.begun or tally.proposal is not None)
 
     @property
     def proposes(self) -> bool:
@@ -56,22 +62,23 @@ class Coordinator:
 
     def began(self, begin: m.Begin) -> bool:
         """Whether this peer leads the reduction that began so."""
-        return self._tally is not None and self._tally.begin is begin
+        return self._lead is not None and self._lead.begin is begin
 
     # ------------------------------------------------------------ the attempt
 
-    def enter(self, leads: bool, reason: str) -> None:
-        """Move on to a later attempt, and ask all members for promises if this peer `leads` it."""
-        attempt = self.acceptor.attempt
+    def enter(self, reason: str) -> None:
+        """Move on to another attempt. Who leads a later one asks all members for promises; the first needs none."""
+        acceptor, membership = self.acceptor, self.membership
+        leads = membership.in_view and acceptor.seat(acceptor.attempt) == membership.me
         self._entered_at = self._post.now
-        self._tally = Tally(attempt) if leads else None
-        if leads:
-            self._post.send_all(self.chain.view, m.Gather(self.chain.making, attempt, reason))
+        self._tally = Tally(acceptor.attempt) if leads else None
+        if leads and acceptor.attempt:
+            self._post.send_all(self.chain.view, m.Gather(self.chain.height, acceptor.attempt, reason))
 
     def on_ready(self, sender: Member, body: m.Ready) -> None:
         """Count a promise, and the offer with it."""
         chain, membership, acceptor = self.chain, self.membership, self.acceptor
-        if not chain.current(sender, body.version) or not membership.is_member(sender):
+        if not chain.current(sender, body.height) or not membership.is_member(sender):
             return
         if acceptor.seat(body.attempt) != membership.me or body.attempt < acceptor.attempt:
             return
@@ -84,37 +91,75 @@ class Coordinator:
                 return
         if body.attempt > acceptor.attempt:
             self._post.next_attempt(body.attempt, f"{sender.peer} asked for attempt {body.attempt}")
-        membership.bequeathed(body.votes, sender.peer)
         if self._tally is None:
             self._tally = Tally(acceptor.attempt)
-        self._tally.hear(sender.peer, body, self._post.now)
+        self._tally.hear(sender.peer, membership.boot_of(sender.peer), body, self._post.now)
         self.coordinate()
 
     def coordinate(self) -> None:
-        """As coordinator, take the attempt further: on to `Begin`, to a proposal, or to the commit."""
+        """As coordinator, take the attempt further: on to `Begin`, to a proposal, or to the commit.
+
+        It proposes one commit, the first that applies: what was accepted before; the version whose mean is here; a
+        change of members that waits. Else it waits for the reduction under way, or begins one.
+        """
         tally = self._tally
-        if tally is None or (tally.begin is not None and tally.proposal is None):
-            return  # nothing to lead, or the mean is not here yet
+        if tally is None:
+            return  # nothing to lead
         if tally.proposal is not None:
             self._commit_if_accepted(tally, tally.proposal)
             return
-        electorate, attempt = self.membership.electorate, self.acceptor.attempt
-        promises = len(tally.promises() & electorate.voters())
-        earlier = tally.accepted()
-        if attempt > 0 and promises < electorate.needed():
-            self._post.note(f"attempt {attempt}: {promises} of {electorate.needed()} promises")
-        elif earlier is not None and earlier.digest not in tally.lost:
+        attempt = self.acceptor.attempt
+        enough, earlier = self._earlier(tally)
+        if attempt > 0 and not enough:
+            promises = len(tally.promises() & self.membership.electorate.voters())
+            self._post.note(f"attempt {attempt}: {promises} of {self.membership.electorate.needed()} promises")
+        elif earlier is not None:
             # It may have been decided already: with another value two commits could have a majority.
             self._post.note(f"attempt {attempt}: proposing again what was accepted before")
             self._propose(tally, earlier)
-        else:
+        elif (whole := self.contributor.whole) is not None:
+            self._propose(tally, self.drafter.version_commit(whole), whole)
+        elif self.membership.changes():
+            self._propose(tally, self.drafter.view_commit())
+        elif not self._is_reducing():
             self._begin_if_matched(tally)
+
+    def _earlier(self, tally: Tally) -> tuple[bool, Commit | None]:
+        """Whether enough voters promised; and the commit that is to be proposed again. Of several majorities among the
+        promises one is preferred that accepted nothing, or whose mean can be had."""
+        electorate, ready = self.membership.electorate, tally.ready
+        accepted = {one.accepted.digest: one.accepted for one in ready.values() if one.accepted is not None}
+        promises = {
+            peer: Promised(tally.boots[peer], one.accepted_attempt, one.accepted.digest if one.accepted else "")
+            for peer, one in ready.items()
+            if peer in electorate.voters()
+        }
+        options = choices(promises, electorate.named, electorate.dead)
+        value = choose(options, lambda digest: self._can_be_had(accepted[digest], tally))
+        return value is not None, accepted[value] if value else None
+
+    def _can_be_had(self, commit: Commit, tally: Tally) -> bool:
+        """Whether the mean of a commit is here, or with somebody that lives."""
+        living = {member.peer for member in self.membership.trainers_alive()}
+        holders = {peer for peer, ready in tally.ready.items() if ready.accepted == commit}
+        return self._is_here(commit) or bool(living & holders)
+
+    def _is_reducing(self) -> bool:
+        """Whether a reduction is under way whose leader lives. One whose leader is gone ends here."""
+        reduction = self.contributor.reduction
+        if reduction is None or self.membership.lives(reduction.leader):
+            return reduction is not None
+        self._post.note(f"{reduction.leader.peer}, which began the reduction, is gone")
+        self.contributor.drop()
+        return False
 
     def _begin_if_matched(self, tally: Tally) -> None:
         """As coordinator, send `Begin` for the reduction when the group of contributors is complete."""
         decision = self._decision(tally)
         self._post.note(decision.reason, decision.routine)
         if decision.group is None:
+            return
+        if not self.acceptor.leads(self.coordinate):
             return
         chain, membership, rules = self.chain, self.membership, self._rules
         # Joiners that hold this very state receive the mean like the others: they are in the next view.
@@ -123,11 +168,14 @@ class Coordinator:
         joiners = [member for member, beat in beats if beat is not None and beat.version == chain.version]
         turn = (chain.making - 1) // len(rules.parts)
         group = in_turn(decision.group, rules.policy.max_peers, turn)
-        contributors = tuple(tally.counted(peer) for peer in group)
-        owners = spans(rules.parts[chain.fragment], group, tally.send_bps(group))
-        tally.audience = (*membership.trainers_alive(), *joiners)
-        tally.begin = m.Begin(chain.making, self.acceptor.attempt, contributors, tally.audience, owners)
-        self._post.send_all(tally.audience, tally.begin)
+        contributors, send_bps = tuple(tally.counted(peer) for peer in group), tally.send_bps()
+        owners = spans(rules.parts[chain.fragment], group, [send_bps[peer] for peer in group])
+        audience = (*membership.trainers_alive(), *joiners)
+        last = tuple(sorted(tally.leaving() & {*group}))
+        state = tally.ready[group[0]].state_digest
+        begin = m.Begin(chain.height, self.acceptor.attempt, contributors, audience, owners, state, last)
+        tally.begun, self._lead = True, Lead(begin, send_bps)
+        self._post.send_all(audience, begin)
 
     @property
     def _policy(self) -> Policy:
@@ -145,7 +193,10 @@ class Coordinator:
         names = [member.peer for member in self.chain.view if not member.witness]
         living = [member.peer for member in membership.trainers_alive()]
         allowed = [peer for peer in living if not membership.roster.barred(peer)]
-        expected = [peer for peer in allowed if peer not in self._without]
+        early = self.chain.members_at_first  # who came later has trained for less long, and is not waited for
+        expected = [
+            peer for peer in allowed if peer not in self._without and (peer in early or peer in tally.offered_at_s)
+        ]
         if not any(peer in tally.offered_at_s for peer in expected):  # who was left out may be all that contribute
             if now - self._entered_at >= stall_s:
                 expected = allowed or living
@@ -161,17 +212,16 @@ class Coordinator:
 
         Who moves elsewhere is no reason: it may wait for others' bytes itself, or its uplink serves others first.
         """
-        tally = self._tally
-        if tally is None or body.key != (self.chain.making, self.acceptor.attempt):
+        lead, tally = self._lead, self._tally
+        if lead is None or body.key != lead.begin.key or sender not in lead.begin.receivers:
             return
-        member = self.membership.is_member(sender)
-        if tally.begin is None or not member or (tally.proposal is not None and body.missing):
+        if tally is not None and tally.proposal is not None and tally.proposal.moves and body.missing:
             return
         reason = f"{sender.peer}: {body.reason}"
         missing = [peer for peer in body.missing if not (body.still and self._moves(peer))]
-        cut_off = body.still and len(body.missing) > len(tally.begin.contributors) // 2
+        cut_off = body.still and len(body.missing) > len(lead.begin.contributors) // 2
         if body.offence or not body.missing:
-            self._abort(tally, body.missing, reason, body.offence)
+            self._abort(lead, body.missing, reason, body.offence)
         elif cut_off and missing == [*body.missing]:
             self.repair((sender.peer,), f"{reason} from most others")
         elif missing and not cut_off and not self.contributor.goes_on_without(sender.peer):
@@ -184,14 +234,14 @@ class Coordinator:
         return self._post.now - self.membership.roster.moved_at_s((peer,)) < self._timing.stall_s / 2
 
     def repair(self, lost: Sequence[str], reason: str) -> None:
-        """As coordinator, send `Repair`: the attempt goes on without `lost`, parts still missing get other owners.
+        """As leader, send `Repair`: the reduction goes on without `lost`, parts still missing get other owners.
 
         If this peer is one of them, it gives away all its parts: it may have made their means, which others lack.
         """
-        tally, reduction = self._tally, self.contributor.reduction
-        assert tally is not None
+        lead, reduction = self._lead, self.contributor.reduction
+        assert lead is not None
         if reduction is None:
-            self._abort(tally, lost, reason)
+            self._abort(lead, lost, reason)
             return
         gone, me = reduction.gone | set(lost), self.membership.me.peer
         lacking = reduction.absent | (reduction.parts_of(me) if me in lost else set())
@@ -199,22 +249,24 @@ class Coordinator:
             return
         left = [peer for peer in reduction.contributors if peer not in gone]
         if not left:
-            self._abort(tally, sorted(gone), reason)
+            self._abort(lead, sorted(gone), reason)
             return
-        owners = respan(as_spans(reduction.owner), lacking, gone, left, tally.send_bps(left))
-        generation, making, attempt = reduction.generation + 1, self.chain.making, self.acceptor.attempt
-        tally.repair = m.Repair(making, attempt, generation, tuple(sorted(gone)), tuple(owners), reason)
-        self._post.send_all(tally.audience, tally.repair)
+        send_bps = [lead.send_bps.get(peer, 0) for peer in left]
+        owners = respan(as_spans(reduction.owner), lacking, gone, left, send_bps)
+        lead.repair = m.Repair(*reduction.key, reduction.generation + 1, tuple(sorted(gone)), tuple(owners), reason)
+        self._post.send_all(lead.begin.receivers, lead.repair)
 
-    def _abort(self, tally: Tally, without: Sequence[str], reason: str, offence: bool = False) -> None:
-        abort = m.Abort(self.chain.making, self.acceptor.attempt, tuple(without), reason, offence)
-        self._post.send_all(tally.audience, abort)
+    def _abort(self, lead: Lead, without: Sequence[str], reason: str, offence: bool = False) -> None:
+        self._post.send_all(lead.begin.receivers, m.Abort(*lead.begin.key, tuple(without), reason, offence))
 
     def on_abort(self, sender: Member, body: m.Abort) -> None:
-        """The attempt failed: go on to the next one, without those who made it fail."""
+        """The reduction failed: go on to the next attempt, without those who made it fail."""
         acceptor = self.acceptor
-        if body.key != (self.chain.making, acceptor.attempt) or sender != acceptor.seat(body.attempt):
+        here = body.key == (self.chain.height, acceptor.attempt) and sender == acceptor.seat(body.attempt)
+        if not (self.contributor.has_failed(body.key, sender) or here):
             return
+        if self._lead is not None and self._lead.begin.key == body.key:
+            self._lead = None
         if body.offence:
             self.membership.offended(body.without)
         self._without = body.without
@@ -223,27 +275,29 @@ class Coordinator:
 
     # ------------------------------------------------------------ the vote
 
-    def propose_mean(self) -> None:
-        """As coordinator, propose the commit of the reduction, whose mean is complete here."""
-        tally, reduction = self._tally, self.contributor.reduction
-        if tally is not None and tally.begin is not None and tally.proposal is None and reduction is not None:
-            self._propose(tally, self._next_commit(tally, reduction))
-
-    def _propose(self, tally: Tally, commit: Commit) -> None:
+    def _propose(self, tally: Tally, commit: Commit, whole: Reduction | None = None) -> None:
         """As coordinator, ask for votes: of trainers first, for witnesses hold no mean, and the mean must live on."""
-        tally.proposal = commit
+        if not self.acceptor.leads(self.coordinate):
+            return
+        membership, me = self.membership, self.membership.me
+        tally.proposal, tally.reduction = commit, whole.key if whole is not None else (-1, -1)
         tally.proposed_at_s = self._post.now
-        tally.audience = tally.audience or tuple(self.membership.trainers_alive())
-        proposal = self._proposed(commit)
-        me = self.membership.me
+        receivers = whole.begin.receivers if whole is not None else ()  # joiners among them
+        alive = membership.trainers_alive() if commit.moves else membership.alive()
+        tally.audience = tuple(dict.fromkeys((*alive, *receivers)))
+        proposal = self._proposed(tally, commit)
         self._post.send_all([member for member in tally.audience if member != me], proposal)
-        if not self.contributor.holds(commit.mean_digest):
+        if not self._is_here(commit):
             self.acceptor.fetch(proposal)
         self._commit_if_accepted(tally, commit)
 
-    def _proposed(self, commit: Commit) -> m.Propose:
+    def _proposed(self, tally: Tally, commit: Commit) -> m.Propose:
         """The message that asks for votes in this attempt."""
-        return m.Propose(self.chain.making, self.acceptor.attempt, commit)
+        return m.Propose(self.chain.height, self.acceptor.attempt, commit, *tally.reduction)
+
+    def _is_here(self, commit: Commit) -> bool:
+        """Whether the mean of a commit is here, if it has one."""
+        return not commit.moves or self.contributor.holds(commit.mean_digest)
 
     def _ask_witnesses(self, tally: Tally, proposal: m.Propose) -> None:
         """As coordinator, ask witnesses to vote when every live trainer accepted the commit, or does not answer."""
@@ -251,7 +305,8 @@ class Coordinator:
         others = [member for member in membership.trainers_alive() if member != membership.me]
         stall_s = self._timing.stall_s
         patient = self._post.now - tally.proposed_at_s < stall_s or self.contributor.still_s() < stall_s
-        if tally.witnesses_asked or (patient and any(member.peer not in tally.accepts for member in others)):
+        asked = tally.witnesses_asked or not proposal.commit.moves
+        if asked or (patient and any(member.peer not in tally.accepts for member in others)):
             return
         tally.witnesses_asked = True
         witnesses = [member for member in membership.alive() if member.witness]
@@ -261,10 +316,10 @@ class Coordinator:
     def on_accept(self, sender: Member, body: m.Accept) -> None:
         """Count a vote for the proposal."""
         tally = self._tally
-        if tally is None or tally.proposal is None or body.key != (self.chain.making, self.acceptor.attempt):
+        if tally is None or tally.proposal is None or body.key != (self.chain.height, self.acceptor.attempt):
             return
         if body.commit_digest == tally.proposal.digest and self.membership.is_member(sender):
-            tally.accepts[sender.peer] = {sender.peer, *body.votes}
+            tally.accepts[sender.peer] = self.membership.boot_of(sender.peer)
             self._commit_if_accepted(tally, tally.proposal)
 
     def count(self) -> None:
@@ -277,12 +332,11 @@ class Coordinator:
 
         The coordinator's own vote comes when it decides: a mean that nobody else holds alike must not bind the next.
         """
-        proposal, membership = self._proposed(commit), self.membership
+        proposal, membership = self._proposed(tally, commit), self.membership
         me, electorate = membership.me.peer, membership.electorate
         self._ask_witnesses(tally, proposal)
-        mine = {me, *membership.votes()}
-        accepted = len((tally.votes() | mine) & electorate.voters()) >= electorate.needed()
-        if not accepted or not self.contributor.holds(commit.mean_digest):
+        accepted = electorate.suffice(tally.accepts | {me: self._post.boot})
+        if not accepted or not self._is_here(commit):
             self._reconsider(tally, commit)
             return
         if me not in tally.accepts:
@@ -291,7 +345,7 @@ class Coordinator:
         tally.majority_at_s = min(tally.majority_at_s, self._post.now)
         asked = {member.peer for member in tally.audience}  # not a member that came back meanwhile: it lacks the mean
         late = [member for member in membership.alive() if member.peer in asked and member.peer not in tally.accepts]
-        if not late or self._post.now >= self._patient_until_s(tally):
+        if not (late and commit.moves) or self._post.now >= self._patient_until_s(tally):
             self.announce(commit, tally.audience)
 
     def _patient_until_s(self, tally: Tally) -> float:
@@ -310,22 +364,19 @@ class Coordinator:
 
         In the next attempt the living report what they accepted. If a majority of them accepted nothing, nothing was
         decided. If one did, only an operator can know that the peers that held the mean are gone for good: all of them,
-        for one that is only out of reach may have made the version.
+        for one that is only out of reach may have made the version. Then a lineage of its own begins: within one, what
+        was accepted is never passed over.
         """
         membership, stall_s, attempt = self.membership, self._timing.stall_s, self.acceptor.attempt
         waited_s = self._post.now - tally.proposed_at_s
         living = {member.peer for member in membership.trainers_alive()}
-        lost = not self.contributor.holds(commit.mean_digest) and not living & tally.accepts.keys()
+        lost = not self._is_here(commit) and not living & tally.accepts.keys()
         evicted = membership.electorate.evicted
         trainers = {member.peer for member in self.chain.view if not member.witness}
         away = trainers - living - evicted
         if evicted and lost and not away and waited_s > 2 * stall_s:
             self._post.note("the mean that was accepted before died with an evicted peer")
-            # Members that voted for it voted for nothing else, and are to be asked for the next proposal.
-            tally.lost.add(commit.digest)
-            tally.proposal = None
-            tally.accepts = {}
-            tally.witnesses_asked = False
+            self.lineage.found_apart()
         elif lost and away and stall_s < waited_s <= 2 * stall_s:
             self.mean_lost_with = tuple(sorted(away))
             self._post.note(f"{MEAN_LOST} {', '.join(self.mean_lost_with)}")
@@ -335,7 +386,7 @@ class Coordinator:
     def announce(self, commit: Commit, audience: Sequence[Member]) -> None:
         """Send a commit that holds, or that founds a lineage, to all members that it concerns, and move on to it."""
         me = self.membership.me
-        others = {member.peer: member for member in (*audience, *commit.view) if member != me}
+        others = {member.peer: member for member in (*audience, *self.chain.view, *commit.view) if member != me}
         self._post.send_all(list(others.values()), m.Committed(commit))
         self.chain.decide(commit, me)
 
@@ -344,79 +395,32 @@ class Coordinator:
         if self._post.now < self._resend_at:
             return
         self._resend_at = self._post.now + self._timing.heartbeat_s
-        tally, making, attempt = self._tally, self.chain.making, self.acceptor.attempt
-        if tally is not None and (tally.begin is not None or tally.proposal is not None):
-            again: Sequence[m.Body | None] = (tally.begin, tally.repair)
-            if tally.proposal is not None:
-                again = (self._proposed(tally.proposal),)
-            me = self.membership.me
-            silent = [member for member in tally.audience if member != me and member.peer not in tally.accepts]
-            for member in silent:
-                for body in again:
-                    if body is not None:
+        tally, lead, me = self._tally, self._lead, self.membership.me
+        proposes = tally is not None and tally.proposal is not None
+        if lead is not None and self.contributor.reduction is not None and not proposes:
+            for member in lead.begin.receivers:
+                for body in (lead.begin, lead.repair):
+                    if member != me and body is not None:
                         self._post.send(member, body)
-        elif tally is not None and attempt > 0:
+        if tally is not None and tally.proposal is not None:
+            proposal, news = self._proposed(tally, tally.proposal), tally.proposed_at_s == self._post.now
+            for member in tally.audience if not news else ():
+                if member != me and member.peer not in tally.accepts:
+                    self._post.send(member, proposal)
+        elif tally is not None and tally.attempt > 0 and not tally.begun:
             for member in self.chain.view:
                 if member.peer not in tally.ready:
-                    self._post.send(member, m.Gather(making, attempt, self._post.reason))
-        elif self.contributor.offer is not None and self.contributor.reduction is None:
+                    self._post.send(member, m.Gather(self.chain.height, tally.attempt, self._post.reason))
+        if self.contributor.offer is not None and self.contributor.waits and self.membership.in_view:
             self.acceptor.answer()
-
-    # ------------------------------------------------------------ the next commit
-
-    def _next_view(self, leaving: Collection[str]) -> list[Member]:
-        """The view that the next commit names: members that stay, in their order, and then those that join."""
-        membership = self.membership
-        alive = [member for member in membership.alive() if not membership.roster.barred(member.peer)]
-        alive = alive or membership.alive()
-        stay = [member for member in alive if member.peer not in leaving]
-        join = [member for member in membership.newcomers() if member.peer not in leaving]
-        if all(member.witness for member in (*stay, *join)):
-            stay = alive  # somebody must go on training
-        kept = self._keep_one_silent_voter([*stay, *join], leaving)
-        return [*(member for member in self.chain.view if member in stay or member == kept), *join]
-
-    def _keep_one_silent_voter(self, view: Sequence[Member], leaving: Collection[str]) -> Member | None:
-        """One lost member to keep in the next view, at no cost in votes: two of three decide as two of two would.
-
-        It may only be out of reach. When it is back it has its place and its vote; if another died meanwhile, those
-        two decide.
-        """
-        if len(view) % 2:
-            return None
-        membership = self.membership
-        gone = membership.electorate.voters() - {member.peer for member in view} - set(leaving)
-        heard = {member: membership.roster.last_heard_s(member) for member in self.chain.view if member.peer in gone}
-        lost = {member: at_s for member, at_s in heard.items() if at_s is not None}
-        return max(lost, key=lambda member: lost[member], default=None)
-
-    def _next_commit(self, tally: Tally, reduction: Reduction) -> Commit:
-        """The commit that the coordinator proposes for a complete mean: contributions, next view, leases."""
-        before, membership = self.chain.commit, self.membership
-        assert before is not None
-        counted, omitted = reduction.counted()
-        used = {entry.peer: entry.blocks for entry in counted}
-        gone = [entry.member for entry in membership.roster if entry.left]
-        left = {member.peer for member in gone if membership.is_member(member)} - membership.electorate.evicted
-        leaving = left | (tally.leaving() & used.keys())  # a leaver whose contribution does not count offers it again
-        view = self._next_view(leaving)
-        names = [member.peer for member in view if not member.witness]
-        return Commit(
-            version=self.chain.making,
-            previous=before.digest,
-            lineage=self.lineage.name,
-            fragment=self.chain.fragment,
-            view=tuple(view),
-            counted=counted,
-            omitted=omitted,
-            mean_digest=reduction.mean_digest,
-            tokens=before.tokens + sum(entry.tokens for entry in counted),
-            leases=leases.advance(before.leases, used, names, self._rules.lease_blocks, leaving),
-            state_digest=tally.ready[counted[0].peer].state_digest,
-        )
 
     # ------------------------------------------------------------ moving on
 
     def forget(self) -> None:
-        """Drop the tally: attempts at another version come next."""
-        self._tally, self._without, self.mean_lost_with = None, (), ()
+        """Drop the tally: attempts to decide the successor of another head come next."""
+        self._tally = None
+
+    def forget_version(self) -> None:
+        """Drop the reduction, too: another version is made next."""
+        self.forget()
+        self._lead, self._without, self.mean_lost_with = None, (), ()

@@ -10,7 +10,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from diloco.base.types import Commit, Member
+from diloco.base.types import Commit, Member, Voter
+from diloco.protocol import effects as fx
 from diloco.protocol import leases
 from diloco.protocol import messages as m
 from diloco.protocol.post import Post
@@ -54,7 +55,13 @@ class Lineage:
     @property
     def may_fork(self) -> bool:
         """Whether this peer may found a lineage apart, or follow another member into one."""
-        return self.alone and self._rules.continue_after_s is not None
+        return self.alone and (self._rules.continue_after_s is not None or self.membership.electorate.is_lost())
+
+    def may_follow(self, commit: Commit) -> bool:
+        """Whether this peer may follow a founding out of its lineage: it may fork, or an operator told it, too, of the
+        death of those for whom the founding answers."""
+        answered = bool(commit.evicted) and self.membership.electorate.evicted.issuperset(commit.evicted)
+        return self.may_fork or answered
 
     def on_heartbeat(self, sender: Member, body: m.Heartbeat) -> None:
         """Learn the lineages that led to ours."""
@@ -83,10 +90,13 @@ class Lineage:
         granted = leases.advance(before.leases, {}, names, need) if before else leases.found(names, need)
         return Commit(
             version=state.version,
+            height=before.height + 1 if before else 0,
             previous=before.digest if before else self._rules.contract,
             lineage=lineage,
             fragment=-1,
             view=tuple(view),
+            voters=(Voter(self.membership.me.peer, self._post.boot, state.version - 1),),
+            evicted=tuple(sorted(self.membership.electorate.evicted)),
             counted=(),
             omitted=(),
             mean_digest="",
@@ -96,8 +106,12 @@ class Lineage:
         )
 
     def check_majority(self) -> None:
-        """Without a majority of votes commits wait, or this view's live members found a lineage apart."""
-        membership, chain, now = self.membership, self.chain, self._post.now
+        """Without a majority of votes commits wait, or this view's live members found a lineage apart: under
+        `continue`, or where an operator evicted those that lack."""
+        membership, now = self.membership, self._post.now
+        if self.chain.conflict is not None:
+            self.contributor.give_up_late(self.chain.conflict[1])
+            return
         no_majority = membership.no_majority() if membership.in_view else ""
         if not no_majority:
             self._alone_since = None
@@ -105,14 +119,20 @@ class Lineage:
         if self._alone_since is None:
             self._alone_since = now
         self.contributor.give_up_late(no_majority)
-        after_s = self._rules.continue_after_s
+        after_s = 0.0 if membership.electorate.is_lost() else self._rules.continue_after_s
         if after_s is None or now - self._alone_since < after_s:
             return
         # The first trainer that lives founds a lineage with the members that it can reach.
-        alive = membership.alive()
-        trainers = [member for member in alive if not member.witness]
-        if not trainers or trainers[0] != membership.me or chain.state.version != chain.version:
+        trainers = membership.trainers_alive()
+        if trainers and trainers[0] == membership.me:
+            self.found_apart()
+
+    def found_apart(self) -> None:
+        """Found a lineage with the members that this peer can reach, on the version where it stands."""
+        membership, chain = self.membership, self.chain
+        if chain.state.version != chain.version:
             return
+        alive = membership.alive()
         assert chain.commit is not None
         # No two founders choose the same name.
         founder = f"{chain.commit.digest}/{membership.me.peer}/{membership.me.incarnation}"
@@ -125,6 +145,10 @@ class Lineage:
     def meet(self, envelope: m.Envelope) -> None:
         """A peer of another lineage of the run spoke: the lineage with more tokens goes on, peers of the other join."""
         beat, membership, commit, now = envelope.body, self.membership, self.chain.commit, self._post.now
+        founding = self.chain.founding
+        knows = founding is not None and bool(founding.evicted) and envelope.sender in founding.view
+        if isinstance(beat, m.Heartbeat) and founding is not None and knows:
+            self._post.send(envelope.sender, m.Committed(founding))  # an operator may have told it only now
         if self._rules.continue_after_s is None or not isinstance(beat, m.Heartbeat):
             return
         roster = membership.roster
@@ -151,7 +175,7 @@ class Lineage:
         tokens = f"{discarded:,} tokens of ours are void"
         self._post.note(f"lineage {envelope.lineage} has more tokens and goes on; {tokens}")
         self._post.leave_lineage(envelope.lineage, beat.forks, others)
-        self._post.emit(m.Resync(envelope.sender, discarded))
+        self._post.emit(fx.Resync(envelope.sender, discarded))
 
     def founds_on(self, forks: tuple[m.Fork, ...]) -> None:
         """These lineages led to the one that this peer is to found."""

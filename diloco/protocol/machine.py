@@ -1,6 +1,6 @@
 """One peer's side of the round protocol, without I/O: events and the time go in, effects come out.
 
-A version is made in *attempts*. Each attempt has a coordinator (`view.coordinator`); members that finished their
+A version is made in *attempts*. Each attempt has a coordinator (`vote.seat`); members that finished their
 inner steps send it `Ready`; it sends `Begin` to a group; the group reduces in a butterfly; the coordinator proposes a
 `Commit` that names the mean by its digest; members that hold this mean `Accept`; with a majority of the previous
 view the commit holds (`Committed`). That is single-decree Paxos per version: the attempt is the ballot, `Ready` is
@@ -12,14 +12,15 @@ lists the contributors that it omits. When the coordinator itself is gone, or so
 begins. Every wait is bounded by `Timing`. Nothing here blocks training: a peer that cannot commit gives up the round
 and keeps its progress. `docs/how/protocol.md` has the picture and the argument why this is safe.
 
-The machine is six roles and a router. A role owns its state: nobody else assigns it. It asks others by named queries,
+The machine is seven roles and a router. A role owns its state: nobody else assigns it. It asks others by named queries,
 has another go on by a call, and several at once by `Post`, which leads to the sequences at the end of this file.
 
     membership     who this peer is, who lives, who may speak, whose votes count
     chain          the latest commit, the state held, commits that are missing
     lineage        the founding of a run or of a part of it, and which of two parts goes on
     acceptor       promises and votes
-    coordinator    the attempt that this peer leads, and the next commit
+    coordinator    the attempt that this peer leads
+    drafter        the content of the next commit
     contributor    offer, reduction, means that are here
 """
 
@@ -29,17 +30,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco.base.types import Commit, Member, Progress
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.protocol.acceptor import Acceptor
 from diloco.protocol.chain import Chain
 from diloco.protocol.contributor import Contributor
 from diloco.protocol.coordinator import Coordinator
+from diloco.protocol.draft import Drafter
 from diloco.protocol.greetings import Greeting, Invite
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.membership import Membership
 from diloco.protocol.post import Post
 from diloco.protocol.roster import Roster
 from diloco.protocol.view import Electorate, Rules, Timing
+from diloco.protocol.vote import Restored
+
+VOTING = (m.Ready, m.Gather, m.Propose, m.Accept)
+"""Messages of the vote on the successor of one head. Others of an attempt are of the reduction that began in it."""
 
 
 class Machine:
@@ -54,16 +61,20 @@ class Machine:
         founder: bool,
         now: float,
         forks: tuple[m.Fork, ...] = (),
+        boot: int = 0,
+        restored: Restored | None = None,
     ) -> None:
-        """`lineage` and the `forks` that led to it: the founder's own, or those of the member that welcomed us."""
+        """`lineage` and the `forks` that led to it: the founder's own, or those of the member that welcomed us. `boot`:
+        this process. `restored`: what the disk holds of our life, if it goes on."""
         self.rules, self.timing = rules, timing
-        self._post = post = Post(rules, now)
-        self._membership = membership = Membership(me, founder, rules, timing, post)
+        self._post = post = Post(rules, now, boot, restored.saved if restored is not None else 0)
+        self._membership = membership = Membership(me, founder, restored is not None, rules, timing, post)
         self._chain = chain = Chain(rules, timing, post)
         self._lineage = lineages = Lineage(lineage, forks, rules, timing, post)
-        self._acceptor = acceptor = Acceptor(rules, timing, post)
+        self._acceptor = acceptor = Acceptor(rules, timing, post, restored)
         self._contributor = contributor = Contributor(rules, timing, post)
         self._coordinator = coordinator = Coordinator(rules, timing, post)
+        self._drafter = Drafter(rules)
         self._introduce()
         self._messages: Mapping[type, tuple[Callable[[Member, Any], None], ...]] = {
             m.Heartbeat: (membership.on_heartbeat, lineages.on_heartbeat, chain.on_heartbeat),
@@ -84,6 +95,7 @@ class Machine:
             m.Unreachable: membership.on_unreachable,
             m.Reached: membership.on_reached,
             m.StateHeld: self._on_state_held,
+            m.Outdated: membership.on_outdated,
             m.Offered: contributor.on_offered,
             m.Withdrawn: contributor.on_withdrawn,
             m.ContributionArrived: contributor.on_contribution,
@@ -92,6 +104,7 @@ class Machine:
             m.MeanArrived: contributor.on_mean,
             m.MeanHeld: self._on_mean_held,
             m.Learned: chain.on_learned,
+            m.Saved: acceptor.on_saved,
             m.LeaveWanted: membership.on_leave_wanted,
         }
         """Handler of each kind of event."""
@@ -103,6 +116,7 @@ class Machine:
             "chain": self._chain,
             "contributor": self._contributor,
             "coordinator": self._coordinator,
+            "drafter": self._drafter,
             "lineage": self._lineage,
             "membership": self._membership,
         }
@@ -115,14 +129,14 @@ class Machine:
 
     # ------------------------------------------------------------ what goes in
 
-    def handle(self, event: m.Event, now: float) -> list[m.Effect]:
+    def handle(self, event: m.Event, now: float) -> list[fx.Effect]:
         """Take an event into the state machine at local time `now` (seconds, monotonic); return effects in order."""
         self._post.begin(now)
         if not self._membership.gone:
             self._events[type(event)](event)
         return self._post.effects
 
-    def receive(self, envelope: m.Envelope, now: float) -> tuple[m.Reply, list[m.Effect]]:
+    def receive(self, envelope: m.Envelope, now: float) -> tuple[m.Reply, list[fx.Effect]]:
         """Take another peer's message into the state machine; return the protocol's reply and effects, in order."""
         self._post.begin(now)
         return self._receive(envelope), self._post.effects
@@ -145,6 +159,10 @@ class Machine:
         if isinstance(body, m.Evict):
             return membership.evict(envelope, body)
         reply = membership.may_speak(envelope.run, envelope.contract, envelope.lineage, sender)
+        if reply is m.Reply.OK:
+            reply = membership.boots(envelope)
+        if reply is m.Reply.FENCED and membership.roster.is_old_copy(envelope):
+            reply = m.Reply.OLD_COPY
         if reply is m.Reply.OTHER_LINEAGE and not chain.leads_here(body):
             self._lineage.meet(envelope)
             return reply
@@ -155,12 +173,16 @@ class Machine:
             return m.Reply.REPLAYED
         if reply is m.Reply.OK:
             membership.heard(sender)
+            if isinstance(body, m.Heartbeat):
+                chain.compare(sender, body, envelope.head)
         reply = m.Reply.OK
-        if not isinstance(body, m.Heartbeat | m.Committed):  # all others are about a version being made
-            if body.version == chain.making and chain.commit is not None and envelope.view != chain.commit.digest:
-                return m.Reply.OTHER_VIEW
-            if body.version < chain.making:
+        if isinstance(body, VOTING):
+            if body.height == chain.height and chain.commit is not None and envelope.head != chain.commit.digest:
+                return m.Reply.OTHER_HEAD
+            if body.height < chain.height:
                 reply = m.Reply.STALE
+        elif isinstance(body, m.OfAttempt) and body.height < chain.since_height:
+            reply = m.Reply.STALE
         self._deliver(sender, body)
         return m.Reply.UNREACHED if membership.turns_away(sender, body) else reply
 
@@ -209,6 +231,16 @@ class Machine:
         return self._chain.version
 
     @property
+    def height(self) -> int:
+        """Height of the latest commit known; -1: none is."""
+        return self._chain.height
+
+    @property
+    def since_height(self) -> int:
+        """Height of the first commit of this version that this peer knows: reductions of it began since then."""
+        return self._chain.since_height
+
+    @property
     def making(self) -> int:
         """The version for which attempts are made and votes are taken: the next after the latest commit."""
         return self._chain.making
@@ -227,6 +259,11 @@ class Machine:
     def in_view(self) -> bool:
         """Whether this life of this peer is a member."""
         return self._membership.in_view
+
+    @property
+    def abstains(self) -> bool:
+        """Whether the disk refuses what binds this voter."""
+        return self._acceptor.abstains
 
     @property
     def gone(self) -> bool:
@@ -275,7 +312,7 @@ class Machine:
 
     @property
     def reducing(self) -> tuple[int, int, int] | None:
-        """(version, attempt, generation) of the reduction that the state machine has under way."""
+        """(height, attempt, generation) of the reduction that the state machine has under way."""
         reduction = self._contributor.reduction
         return (*reduction.key, reduction.generation) if reduction else None
 
@@ -284,9 +321,27 @@ class Machine:
         """Number of peers whose protocol messages are remembered, so that none is taken twice."""
         return len(self._membership.admission)
 
+    @property
+    def conflict(self) -> str:
+        """Another history that was heard of, in words; empty: none was."""
+        return self._chain.conflict[1] if self._chain.conflict is not None else ""
+
+    @property
+    def boot(self) -> int:
+        """This process."""
+        return self._post.boot
+
+    def boot_of(self, peer: str) -> int:
+        """The latest process of a peer that was heard; 0: none was."""
+        return self._membership.boot_of(peer)
+
     def alive(self) -> list[Member]:
         """Members of the view that the roster does not suspect."""
         return self._membership.alive()
+
+    def others(self) -> list[Member]:
+        """Members of the view that the roster does not suspect, without this peer."""
+        return [member for member in self.alive() if member != self.me]
 
     def settled(self) -> bool:
         """Whether every live member of the view has reported this version in a heartbeat."""
@@ -323,23 +378,25 @@ class Machine:
         if self._chain.commit is None:
             return
         self._contributor.check()
+        self._acceptor.save_again()
         self._acceptor.follow_coordinator()
         self._coordinator.coordinate()
         self._lineage.check_majority()
         self._coordinator.resend()
+        self._membership.go_when_free()
 
     def _on_state_held(self, event: m.StateHeld) -> None:
         chain, commit = self._chain, event.commit
         chain.hold(event)
         refounding = self._membership.founder and chain.commit is None  # a new view takes over from this commit
         news = commit != chain.commit  # else what was promised for the next version holds
-        if commit is not None and news and not refounding and commit.version >= chain.version:
+        if commit is not None and news and not refounding and commit.height >= chain.height:
             self._adopt(commit)
         self._lineage.found_if_complete()
 
     def _on_mean_held(self, event: m.MeanHeld) -> None:
         if self._contributor.on_mean_held(event):
-            self._coordinator.propose_mean()
+            self._coordinator.coordinate()
         decided = self._chain.has_decided(event.mean_digest)
         if decided is not None:
             self._chain.decide(decided, self._membership.me)
@@ -353,7 +410,7 @@ class Machine:
         self._acceptor.enter(attempt)
         self._contributor.drop()
         leads = self._acceptor.seat(attempt) == self._membership.me and self._membership.in_view
-        self._coordinator.enter(leads, reason)
+        self._coordinator.enter(reason)
         if not leads and self._contributor.offer is not None:
             self._acceptor.answer()
 
@@ -361,20 +418,27 @@ class Machine:
         chain, before = self._chain, self._chain.view
         if chain.commit is not None and commit.lineage != self._lineage.name:
             self._membership.part_with([member.peer for member in before if member not in commit.view])
+        stood = chain.commit
+        goes_on = stood is not None and not commit.founds and commit.version == stood.version
         self._lineage.adopt(commit)
         chain.adopt(commit, self._acceptor.attempt + 1)
-        self._contributor.adopt(founds=commit.fragment == -1)
-        self._acceptor.forget()
-        self._coordinator.forget()
+        self._acceptor.stand(commit, stood)
+        if goes_on:  # a view commit: the version is still being made
+            self._coordinator.forget()
+        else:
+            self._contributor.adopt(founds=commit.founds)
+            self._coordinator.forget_version()
         self._membership.stand(before)
-        self._membership.read_bequests()
+        self._coordinator.enter("")
+        if goes_on and self._contributor.offer is not None and self._membership.in_view:
+            self._acceptor.answer()  # who leads now may have to begin anew
 
     def _leave_lineage(self, name: str, forks: tuple[m.Fork, ...], history: tuple[m.Fork, ...]) -> None:
         if self._contributor.offer is not None:
             self._contributor.give_up("our lineage ends here")
         self._contributor.forget()  # but not that we are exposed: that lineage may go on, with what we sent counted
         self._acceptor.forget()
-        self._coordinator.forget()
+        self._coordinator.forget_version()
         self._chain.leave_lineage()
         self._membership.leave_lineage()
         self._lineage.follow(name, forks, history)

@@ -7,15 +7,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Member, Phase, Progress
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.protocol.post import Post
 from diloco.protocol.roster import Admission, Roster
 from diloco.protocol.view import Electorate, Rules, Timing
+from diloco.protocol.vote import may_go
 
 if TYPE_CHECKING:
     from diloco.protocol.acceptor import Acceptor
     from diloco.protocol.chain import Chain
     from diloco.protocol.contributor import Contributor
+    from diloco.protocol.coordinator import Coordinator
     from diloco.protocol.lineage import Lineage
 
 
@@ -25,23 +28,26 @@ class Membership:
     acceptor: Acceptor
     chain: Chain
     contributor: Contributor
+    coordinator: Coordinator
     lineage: Lineage
 
-    def __init__(self, me: Member, founder: bool, rules: Rules, timing: Timing, post: Post) -> None:
+    def __init__(self, me: Member, founder: bool, restored: bool, rules: Rules, timing: Timing, post: Post) -> None:
         self._rules, self._timing, self._post = rules, timing, post
         self.me = me
         self.founder = founder
-        self.joining = not founder
+        self.joining = not (founder or restored)
         self.progress = Progress()
         self.roster = Roster(me, timing.suspect_s, rules.offences_allowed)
         self.electorate = Electorate()
         self.leaving = False
         """Our latest offer is our last."""
+        self.wants_out = False
+        """We have nothing more to do here: we vote and serve until most can do without us."""
         self.gone = False
-        """We said goodbye: our heir votes for us and could not know of any message that we sent afterwards."""
+        """We said goodbye."""
         self.admission = Admission(rules.run, rules.contract)
-        self._bequests: dict[str, tuple[Member, m.Goodbye]] = {}
-        """Goodbyes that came before the commit of the view in which their senders vote."""
+        self._left_at: int | None = None
+        """Height of the first commit that leaves us out, as we want to be."""
         self._heartbeat_at = post.now
 
     # ------------------------------------------------------------ what others may ask
@@ -52,12 +58,24 @@ class Membership:
         return self.me in self.chain.view
 
     def alive(self) -> list[Member]:
-        """Members of the view that the roster does not suspect."""
-        return [member for member in self.chain.view if self.roster.alive(member, self._post.now)]
+        """Members of the view that the roster does not suspect, each with the address that it gave last."""
+        view = self.chain.view
+        return [self.roster.latest(member) for member in view if self.roster.alive(member, self._post.now)]
 
     def lives(self, member: Member) -> bool:
         """Whether the roster does not suspect this member."""
         return self.roster.alive(member, self._post.now)
+
+    def boot_of(self, peer: str) -> int:
+        """The latest process of a peer that was heard; 0: none was."""
+        entry = self.roster.get(peer)
+        return self._post.boot if peer == self.me.peer else entry.boot if entry is not None else 0
+
+    def leads(self, member: Member) -> bool:
+        """Whether this member lives, and can coordinate."""
+        beat = self.roster.heartbeat(member.peer) if member != self.me else None
+        abstains = self.acceptor.abstains if member == self.me else beat is not None and beat.abstains
+        return self.lives(member) and not abstains
 
     def trainers_alive(self) -> list[Member]:
         """Live members of the view that receive the mean and vote on it first: all but witnesses."""
@@ -75,15 +93,68 @@ class Membership:
         known = {member.peer for member in self.alive()}
         return [member for member in self.roster.at_the_door(near, self._post.now) if member.peer not in known]
 
-    def votes(self) -> tuple[str, ...]:
-        """Leavers for whom this peer votes."""
-        return self.electorate.held_by(self.me.peer)
+    def learners(self) -> list[Member]:
+        """Joiners that a view commit may take in: those of whose name there is neither a member nor a lease, else two
+        lives of a peer might train on the same data."""
+        commit = self.chain.commit
+        taken = {member.peer for member in self.chain.view} | (
+            commit.leases.held.keys() if commit is not None else set()
+        )
+        return [member for member in self.newcomers() if member.peer not in taken]
+
+    def leavers(self) -> set[str]:
+        """Members that want to be left out, or have gone. Of the voters that train and live, one stays as long as no
+        other member can vote in its place: it goes when it is alone."""
+        going = {member.peer for member in self.chain.view if self._wants_out(member)}
+        commit = self.chain.commit
+        stay = [one for one in commit.voting if one.peer not in going and self.lives(one)] if commit is not None else []
+        last = all(member.witness for member in stay) and not self.successors(going)
+        return going - {self.me.peer} if last else going
+
+    def successors(self, leaving: Collection[str]) -> list[Member]:
+        """Learners that train, and can vote where all voters that train leave."""
+        commit = self.chain.commit
+        voting = commit.voting if commit is not None else ()
+        stay = [one for one in self.trainers_alive() if one not in voting and one.peer not in leaving]
+        return [one for one in stay if self.is_reached(one)]
+
+    def _wants_out(self, member: Member) -> bool:
+        if member == self.me:
+            return self.wants_out
+        entry = self.roster.get(member.peer)
+        if entry is None or entry.member.incarnation != member.incarnation:
+            return False
+        return entry.left or (entry.heartbeat is not None and entry.heartbeat.leaving)
+
+    def changes(self) -> bool:
+        """Whether members wait to be let in or out."""
+        return bool(self.leavers() or self.learners())
+
+    def here(self, peers: Collection[str]) -> list[str]:
+        """Those of these peers that say that they stand on our version."""
+        beats, since = {peer: self.roster.heartbeat(peer) for peer in peers}, self.chain.since_height
+        return [peer for peer, beat in beats.items() if peer == self.me.peer or (beat and beat.stands >= since)]
+
+    def is_reached(self, learner: Member) -> bool:
+        """Whether a learner stands on our version, and most voters say that they reach it."""
+        named = self.electorate.names()
+        beats = {peer: self.roster.heartbeat(peer) for peer in named - {self.me.peer}}
+        reached = sum(beat is not None and learner.peer in beat.reaches for beat in beats.values())
+        reached += self.me.peer in named and learner.peer in self._reaches()
+        return bool(self.here([learner.peer])) and 2 * reached > len(named)
+
+    def _reaches(self) -> tuple[str, ...]:
+        """Learners of the view that answered us."""
+        commit = self.chain.commit
+        voting = commit.voting if commit is not None else ()
+        entries = {one.peer: self.roster.get(one.peer) for one in self.alive() if one not in voting}
+        return tuple(peer for peer, entry in entries.items() if entry is not None and entry.answered_at_s is not None)
 
     def no_majority(self) -> str:
         """The reason why no commit can get its votes; empty while enough voters of the view can be reached."""
         alive = {member.peer for member in self.alive()}
         reachable, needed = self.electorate.reachable(alive), self.electorate.needed()
-        if reachable >= needed:
+        if self.electorate.suffice({peer: self.boot_of(peer) for peer in alive}):
             return ""
         return f"{reachable} of {len(self.electorate.voters())} voters can be reached, a commit takes {needed}"
 
@@ -123,6 +194,10 @@ class Membership:
             return m.Reply.BARRED
         return m.Reply.OK if self.roster.may_speak(sender, self._post.now) else m.Reply.FENCED
 
+    def boots(self, envelope: m.Envelope) -> m.Reply:
+        """Whether the sender is the latest process of its life (`Roster.boots`)."""
+        return self.roster.boots(envelope)
+
     def replayed(self, envelope: m.Envelope) -> bool:
         """Whether this message was taken before; from now on it was."""
         return self.admission.replayed(envelope)
@@ -137,16 +212,24 @@ class Membership:
         self._heartbeat_at = self._post.now + self._timing.heartbeat_s
         chain, now = self.chain, self._post.now
         tokens = chain.commit.tokens if chain.commit else 0
-        founded, deaf = chain.commit is not None, self.roster.deaf(now)
+        stands = chain.standing.height if chain.standing is not None else -1
+        deaf = self.roster.deaf(now)
         forks, moved_bytes = self.lineage.forks, self.contributor.moved_bytes
-        beat = m.Heartbeat(chain.version, founded, self.joining, self.progress, tokens, forks, deaf, moved_bytes)
+        beat = m.Heartbeat(
+            chain.version, chain.height, self.joining, self.progress, tokens, forks, deaf, moved_bytes,
+            self.wants_out, self._reaches(), stands, self.acceptor.abstains,
+        )  # fmt: skip
         self.roster.forget({member.peer for member in chain.view}, now)
         self.admission.forget({entry.member.peer for entry in self.roster})
         known = [entry.member for entry in self.roster if not entry.left]
-        voters = self.electorate.voters() - {self.me.peer}
+        voters = self.electorate.names() - {self.me.peer}
         replaced = [one for one in chain.view if one.peer in voters and self.roster.has_later(one)]
         for member in (*known, *replaced, *self.roster.strangers(now)):
             self._post.send(member, beat)
+
+    def beat_now(self) -> None:
+        """Have the next heartbeats come at once: a peer that is done waits to see that others stand on a commit."""
+        self._heartbeat_at = self._post.now
 
     def heard(self, sender: Member) -> None:
         """Note a sign of life of a peer that may speak."""
@@ -158,10 +241,18 @@ class Membership:
 
     def on_unreachable(self, event: m.Unreachable) -> None:
         """Note that nothing can be delivered to a peer, and that its vote is lost where its death is proven."""
-        if not self.roster.has_later(event.member):
+        moved = self.roster.latest(event.member).address != event.member.address  # nobody is there any more
+        if not (moved or self.roster.has_later(event.member)):
             self.roster.unreachable(event.member.peer)
-        if event.proven:
-            self.electorate.died(event.member)
+        if event.boot is not None:
+            self.electorate.died(event.member, event.boot)
+
+    def on_outdated(self, _: m.Outdated) -> None:
+        """Go on as another life: what bound this one is not all on our disk."""
+        if not self.joining:
+            self._post.note("our disk is an old copy: going on as another life, which asks to be taken in")
+            self._new_incarnation()
+            self.coordinator.forget()
 
     def on_reached(self, event: m.Reached) -> None:
         """Note that a peer answered."""
@@ -173,7 +264,7 @@ class Membership:
         if not joins or not self.roster.is_unreached(joiner, self._post.now):
             return False
         if self.roster.turns_away(joiner):
-            self._post.emit(m.Note(f"nobody reaches {joiner.address}, so that {joiner.peer} cannot join", False))
+            self._post.emit(fx.Note(f"nobody reaches {joiner.address}, so that {joiner.peer} cannot join", False))
         return True
 
     # ------------------------------------------------------------ leaving
@@ -182,37 +273,40 @@ class Membership:
         """This peer offers a contribution, which may be its last."""
         self.leaving = offer.leaving
 
-    def on_leave_wanted(self, _: m.LeaveWanted) -> None:
-        """Give this peer's vote away, and say goodbye to the members."""
-        others = [member for member in self.alive() if member != self.me]
-        heir = others[0].peer if others else ""  # a joiner may be in the view by now, and not know it yet
-        making, acceptor = self.chain.making, self.acceptor
-        goodbye = m.Goodbye(making, acceptor.attempt, heir, self.votes(), *acceptor.accepted)
-        self._post.send_all(others, goodbye)
+    def on_leave_wanted(self, event: m.LeaveWanted) -> None:
+        """Ask the members to leave this peer out; or go `now`, a silent voter."""
+        self.wants_out = True
+        if event.now:
+            self._go()
+        else:
+            self._heartbeat_at = self._post.now
+            self.go_when_free()
+
+    def go_when_free(self) -> None:
+        """A peer that wants out goes once most voters of a commit without it say that they stand on one (rule 9). That
+        it was decided is not enough: it may have been decided by this peer's own vote, and be known here alone."""
+        commit = self.chain.commit
+        if self.gone or not self.wants_out:
+            return
+        if self.in_view:
+            free = not any(member != self.me for member in self.alive())
+        elif commit is None or self._left_at is None:
+            free = True
+        else:
+            left_at, names = self._left_at, [voter.peer for voter in commit.voters]
+            beats = {peer: self.roster.heartbeat(peer) for peer in names}
+            free = may_go([peer for peer, beat in beats.items() if beat and beat.stands >= left_at], names)
+        if free:
+            self._go()
+
+    def _go(self) -> None:
+        self._post.send_all([entry.member for entry in self.roster if not entry.left], m.Goodbye())
         self.gone = True
 
     def on_goodbye(self, sender: Member, body: m.Goodbye) -> None:
-        """Note that a peer has left the roster, and who votes for it from now on."""
+        """Note on the roster that a peer has left."""
         self.roster.left(sender.peer)
         self._post.note(f"{sender.peer} left")
-        if self.chain.commit is None or body.version > self.chain.making or not self.is_member(sender):
-            self._bequests[sender.peer] = (sender, body)  # it is of a view that we do not know yet
-        else:
-            self._bequeath(sender, body)
-
-    def _bequeath(self, sender: Member, body: m.Goodbye) -> None:
-        """A leaver of this view gives its vote away, and what it promised and accepted with it."""
-        if not body.heir or not self.is_member(sender):
-            return
-        of_this_view = body.version == self.chain.making
-        # Leavers of an earlier view, whose votes it had, may be members again, and vote for themselves.
-        self.electorate.bequeath((sender.peer, *(body.votes if of_this_view else ())), body.heir)
-        if body.heir == self.me.peer and of_this_view:
-            self.acceptor.take_over(body)
-
-    def bequeathed(self, votes: Sequence[str], heir: str) -> None:
-        """A member votes for these leavers: their goodbye may not have reached us."""
-        self.electorate.bequeath(votes, heir)
 
     # ------------------------------------------------------------ who is out
 
@@ -227,6 +321,7 @@ class Membership:
         if member is not None and member.incarnation > body.incarnation:
             return m.Reply.STALE
         self.electorate.evict(body.peer, body.incarnation)
+        self.chain.decide_for_us(body.peer)
         entry = self.roster.get(body.peer)
         if entry is not None and entry.member.incarnation == body.incarnation:  # a later life may be at the door
             self.roster.left(body.peer)
@@ -253,24 +348,19 @@ class Membership:
         self.roster.introduce(stranger, self._post.now)
 
     def stand(self, before: Sequence[Member]) -> None:
-        """A new view votes, in place of `before`: this peer is in it, or asks to be taken in again."""
-        chain = self.chain
-        self.electorate.stand(chain.view)
+        """A new commit names members and voters: this peer is among them, or asks to be taken in again."""
+        chain, going = self.chain, self.leaving or self.wants_out
+        self.electorate.stand(chain.commit)
         self.roster.meet(chain.view, self._post.now, before)
-        self._heartbeat_at = self._post.now  # tell the new version at once: a peer that is done waits to see it
-        if not self.joining and not self.in_view and not self.leaving:
+        if self.in_view:
+            self._left_at = None
+        elif going and self.me in before:
+            self._left_at = chain.height
+        elif not (self.joining or going):
             # Thawed after a stop, or cut off for a while: the run went on without this life of mine.
             self._new_incarnation()
             self._post.note("the view goes on without me: asking to be taken in again")
-        self.joining = not self.in_view and not self.leaving
-
-    def read_bequests(self) -> None:
-        """Take the goodbyes that came before the commit of the view that votes now."""
-        making = self.chain.making
-        for sender, body in self._bequests.values():
-            if body.version <= making:
-                self._bequeath(sender, body)
-        self._bequests = {peer: kept for peer, kept in self._bequests.items() if kept[1].version > making}
+        self.joining = not self.in_view and not going
 
     def leave_lineage(self) -> None:
         """Begin a new life outside the view of another lineage: a peer that is dead here may live there."""
@@ -279,8 +369,11 @@ class Membership:
         self._new_incarnation()
 
     def _new_incarnation(self) -> None:
-        """Begin a new life under the same name: the votes and promises of the old one are void."""
-        self.me = self.roster.me = replace(self.me, incarnation=self.me.incarnation + 1)
+        """Begin a new life under the same name: the votes and promises of the old one are void. An old copy of the disk
+        may not know which numbers lives had since: that of the process is new."""
+        number = max(self.me.incarnation + 1, self._post.boot)
+        self.me = self.roster.me = replace(self.me, incarnation=number)
+        self.acceptor.forget_life()
         self.joining = True
         self.founder = False
 

@@ -22,16 +22,17 @@ Attempt = Annotated[int, MinValue(-1)]
 
 @dataclass(frozen=True, slots=True)
 class OfAttempt:
-    """Base of the protocol's messages, events and effects of one attempt to make a version."""
+    """Base of the protocol's messages, events and effects of one attempt to decide the successor of a head, and of the
+    reduction that began in it."""
 
-    version: int
-    """The version being made: one above the sender's."""
+    height: int
+    """Height of the head: of the commit on which the sender stood when the attempt began."""
     attempt: int
 
     @property
     def key(self) -> tuple[int, int]:
-        """(version, attempt): names the protocol's attempt in the whole lineage."""
-        return self.version, self.attempt
+        """(height, attempt): names the protocol's attempt in the whole lineage, and the reduction that began in it."""
+        return self.height, self.attempt
 
 
 # ---------------------------------------------------------------- messages
@@ -51,8 +52,8 @@ class Heartbeat:
 
     version: StateVersion
     """Version of the state that the sender holds; -1: none yet."""
-    founded: bool
-    """The sender knows the commit of that version, and not only its state."""
+    height: Annotated[int, MinValue(-1)]
+    """Height of the commit on which the sender stands, whose digest is in the envelope; -1: on none yet."""
     joining: bool
     """The sender is not in the view and asks to join."""
     progress: Progress
@@ -64,12 +65,27 @@ class Heartbeat:
     """The sender has heard nobody for its `suspect_s`: nobody shall wait for it."""
     moved_bytes: int = 0
     """Bytes that the sender has received, and others have taken from it, in the rounds of this life."""
+    leaving: bool = False
+    """The sender wants to be left out of the view; until then it votes and serves."""
+    reaches: tuple[str, ...] = ()
+    """Learners of the view that answered the sender lately: who is to vote must be reached by most voters."""
+    stands: Annotated[int, MinValue(-1)] = -1
+    """Height of the latest commit that is on the sender's disk: it will know of that one also after a restart."""
+    abstains: bool = False
+    """The sender's disk takes no votes: another is to coordinate."""
+
+    @property
+    def founded(self) -> bool:
+        """Whether the sender knows the commit of its version, and not only its state."""
+        return self.height >= 0
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A peer's announcement that it has a contribution; the bytes themselves move in the reduction."""
 
+    boot: int
+    """The sender's, see `Counted`."""
     base_version: int
     weight: int
     tokens: int
@@ -92,8 +108,6 @@ class Ready(OfAttempt):
     accepted_attempt: Attempt = -1
     accepted: Commit | None = None
     """The commit that the sender accepted in the latest earlier attempt: the coordinator must propose it again."""
-    votes: tuple[str, ...] = ()
-    """Peers that left and gave the sender their vote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +135,10 @@ class Begin(OfAttempt):
     receivers: tuple[Member, ...]
     """Members that get the mean: all live members, and joiners that are about to be admitted."""
     spans: tuple[Span, ...]
+    state_digest: str
+    """Digest of the state on which the contributors measured."""
+    leaving: tuple[str, ...] = ()
+    """Contributors whose last it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,34 +182,29 @@ class Propose(OfAttempt):
     """From the coordinator: asks for votes for this commit."""
 
     commit: Commit
+    reduction_height: Annotated[int, MinValue(-1)] = -1
+    """With `reduction_attempt`: the reduction that made the mean, where the sender took part in it; -1: not known."""
+    reduction_attempt: Attempt = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Accept(OfAttempt):
-    """To the coordinator: a vote. The sender holds the commit's whole mean and will report it to later coordinators."""
+    """To the coordinator: a vote. The sender holds the commit's whole mean, if it has one, and will report it to later
+    coordinators."""
 
     commit_digest: str
-    votes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A commit that a majority of the previous view accepted: it makes the version."""
+    """A commit that enough voters of the one before accepted."""
 
     commit: Commit
 
 
 @dataclass(frozen=True, slots=True)
-class Goodbye(OfAttempt):
-    """The sender leaves the run now and will never vote again."""
-
-    heir: str
-    """Member that votes for the sender from now on; empty: nobody."""
-    votes: tuple[str, ...] = ()
-    """Votes that leavers gave to the sender; they go to the same heir."""
-    accepted_attempt: Attempt = -1
-    accepted: Commit | None = None
-    """The value that the sender accepted, which binds the heir."""
+class Goodbye:
+    """The sender goes now, and says nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +231,15 @@ class Envelope:
     """Digest of the sender's contract."""
     lineage: str
     sender: Member
-    view: str
-    """Digest of the sender's latest commit, which has its view. Empty before its first."""
+    boot: int
+    """The sender's process (`Counted`): of those of one life only the latest is heard."""
+    before: int
+    """Times that the disk of its life had been written to when this process began: less than others know of is an old
+    copy of it."""
+    saved: int
+    """Times that it has been written to by now."""
+    head: str
+    """Digest of the commit on which the sender stands, which has its view. Empty before its first."""
     sequence: int
     """Counts the messages of one life of the sender, from 1: none is taken twice."""
     body: Body
@@ -236,11 +256,12 @@ class Reply(IntEnum):
     FENCED = 5  # I know a later life of yours, or an earlier one that still lives
     MALFORMED = 6  # I cannot make sense of these bytes
     TOO_EARLY = 7  # I did not reach that attempt within my patience
-    OTHER_VIEW = 8  # of the version you stand on I know another commit: one of us must copy the state
+    OTHER_HEAD = 8  # I know another commit of the height you stand at: one of us must copy the state
     REPLAYED = 9  # I have had this very message, or one so much later that I cannot tell
     BARRED = 10  # you sent what no honest peer sends, too often
     DAMAGED = 11  # your bytes were damaged on the way: say it again
     BUSY = 12  # I swap weights with somebody else now
+    OLD_COPY = 14  # your disk is an old copy: it lacks what your life has said
     UNREACHED = 13  # I hear you, and nothing that I send reaches you at the address that you gave: you cannot join
 
 
@@ -260,8 +281,8 @@ class Unreachable:
     """The link failed to deliver to this peer: refused or reset, or no answer came to anything within the deadline."""
 
     member: Member
-    proven: bool = False
-    """That life of the peer is over for certain: it is not merely cut off."""
+    boot: int | None = None
+    """The process of that life that is over for certain; None: it may be merely cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +290,11 @@ class Reached:
     """This peer answered a message of ours: it can be reached, whatever it says."""
 
     member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Outdated:
+    """A member says that our disk is an old copy (`Reply.OLD_COPY`): this process goes on as another life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,8 +365,8 @@ class MeanHeld:
     """All parts of a mean are here and hashed: reduced in an attempt here, or fetched."""
 
     mean_digest: str
-    version: int = -1
-    """With `attempt`: where the mean was reduced; -1: it was fetched."""
+    height: int = -1
+    """With `attempt`: the reduction that it is of; -1: it was fetched."""
     attempt: int = -1
 
 
@@ -352,125 +378,22 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """All that was to be saved, up to this `Save`, is on the disk; or the disk `refused` it."""
+
+    number: int
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveWanted:
-    """This peer is to leave the run now: it gives its vote away and says goodbye."""
+    """This peer is to leave the run: as soon as most voters that stay can do without it, or `now`."""
+
+    now: bool = False
 
 
 Event = (
-    Tick | Unreachable | Reached | StateHeld | Offered | Withdrawn | ContributionArrived | ContributionRefused
-    | PartFolded | MeanArrived | MeanHeld | Learned | LeaveWanted
-)  # fmt: skip
-
-# ---------------------------------------------------------------- effects
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Deliver a message; report Unreachable if that is refused."""
-
-    to: Member
-    envelope: Envelope
-
-
-@dataclass(frozen=True, slots=True)
-class BeginReduction:
-    """Make room for an attempt: its spans and contributors are known now."""
-
-    begin: Begin
-
-
-@dataclass(frozen=True, slots=True)
-class RepairReduction:
-    """Owners of parts changed: drop the parts that moved, make room for those that this peer owns now."""
-
-    repair: Repair
-
-
-@dataclass(frozen=True, slots=True)
-class SendContribution(OfAttempt):
-    """Stream this peer's encoded parts of a span to the owner."""
-
-    generation: int
-    """Repairs that the owner must know of before it takes these parts."""
-    span: Span
-    to: Member
-
-
-@dataclass(frozen=True, slots=True)
-class FoldPart(OfAttempt):
-    """Average one part that this peer owns: all contributions that it waited for are here."""
-
-    part: int
-    omitted: tuple[str, ...]
-    """Contributors that the part does not count."""
-
-
-@dataclass(frozen=True, slots=True)
-class SendMean(OfAttempt):
-    """Stream one averaged part to all receivers of the mean."""
-
-    part: int
-    omitted: tuple[str, ...]
-    to: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SealMean(OfAttempt):
-    """All parts of the mean are here: compute its digest, keep it, report MeanHeld."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchMean:
-    """Get the mean of a proposed commit from somebody who accepted it, report MeanHeld."""
-
-    commit: Commit
-    sources: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CatchUp:
-    """Versions closed without this peer: fetch their commits, report Learned for each in turn."""
-
-    source: Member
-    version: int
-    """The source's version."""
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """A version closed and its mean is here: hand it to the training side."""
-
-    commit: Commit
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """The round is skipped: the offer will not be counted now, and training goes on."""
-
-    reason: str
-    exposed: bool
-    """Others have bytes of the offer and may still count it: only the same offer may follow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resync:
-    """Another lineage of the run has more tokens and goes on: copy its state. This lineage ends."""
-
-    source: Member
-    discarded_tokens: int
-    """Tokens committed on this lineage since the two parted; they are void."""
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """The reason of the latest decision, for logs and `diloco status`. It comes when it changed."""
-
-    reason: str
-    routine: bool
-    """The reason appears in every round in which all goes well."""
-
-
-Effect = (
-    Send | BeginReduction | RepairReduction | SendContribution | FoldPart | SendMean | SealMean | FetchMean | CatchUp
-    | Close | GiveUp | Resync | Note
+    Tick | Unreachable | Reached | Outdated | StateHeld | Offered | Withdrawn | ContributionArrived
+    | ContributionRefused
+    | PartFolded | MeanArrived | MeanHeld | Learned | Saved | LeaveWanted
 )  # fmt: skip

@@ -4,7 +4,7 @@ peer the parts of the reduction that are here and missing (`Reduction`), with it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from diloco.base.types import Commit, Counted, Member, Omitted
 from diloco.protocol.messages import Begin, Offer, Ready, Repair, Span
@@ -17,25 +17,27 @@ class Tally:
     def __init__(self, attempt: int) -> None:
         self.attempt = attempt
         self.ready: dict[str, Ready] = {}
+        self.boots: dict[str, int] = {}
+        """Processes that promised."""
         self.offered_at_s: dict[str, float] = {}
-        self.begin: Begin | None = None
-        self.repair: Repair | None = None
+        self.begun = False
+        """A reduction began in this attempt."""
         self.proposal: Commit | None = None
+        self.reduction = (-1, -1)
+        """The reduction that made the mean of the proposal, if this peer took part in it."""
         self.proposed_at_s = math.inf
         self.witnesses_asked = False
-        self.lost: set[str] = set()
-        """Digests of accepted commits whose mean died with evicted peers."""
         self.audience: tuple[Member, ...] = ()
-        """Members that got `Begin` or the proposal."""
-        self.accepts: dict[str, set[str]] = {}
-        """By member that accepted the proposal: all votes that it cast, its own among them."""
+        """Members that got the proposal."""
+        self.accepts: dict[str, int] = {}
+        """Members that accepted the proposal, each with the process that did."""
         self.majority_at_s = math.inf
 
-    def hear(self, peer: str, ready: Ready, now: float) -> None:
+    def hear(self, peer: str, boot: int, ready: Ready, now: float) -> None:
         """Record a promise to the coordinator, perhaps with an offer. After `Begin` nothing changes: it may be old."""
-        if self.begin is not None:
+        if self.begun:
             return
-        self.ready[peer] = ready
+        self.ready[peer], self.boots[peer] = ready, boot
         if ready.offer is not None:
             self.offered_at_s.setdefault(peer, now)
         else:
@@ -47,26 +49,16 @@ class Tally:
         return {peer: ready.state_digest for peer, ready in self.ready.items()}
 
     def promises(self) -> set[str]:
-        """Voters that promised the coordinator to accept nothing of an earlier attempt."""
-        return {vote for peer, ready in self.ready.items() for vote in (peer, *ready.votes)}
-
-    def votes(self) -> set[str]:
-        """Voters that accepted the coordinator's proposal."""
-        return {vote for votes in self.accepts.values() for vote in votes}
-
-    def accepted(self) -> Commit | None:
-        """The commit accepted in the latest earlier attempt that any promise reports."""
-        latest = max(self.ready.values(), key=lambda ready: ready.accepted_attempt, default=None)
-        return latest.accepted if latest is not None else None
+        """Members that promised the coordinator to accept nothing of an earlier attempt."""
+        return set(self.ready)
 
     def leaving(self) -> set[str]:
         """Peers whose offer to the coordinator is their last."""
         return {peer for peer, ready in self.ready.items() if ready.offer is not None and ready.offer.leaving}
 
-    def send_bps(self, peers: Sequence[str]) -> list[int]:
+    def send_bps(self) -> dict[str, int]:
         """Upload rate of each peer as its offer to the coordinator states it, in bits per second; 0: unknown."""
-        offers = [self.ready[peer].offer for peer in peers]
-        return [offer.send_bps if offer is not None else 0 for offer in offers]
+        return {peer: ready.offer.send_bps for peer, ready in self.ready.items() if ready.offer is not None}
 
     def waits_from(self, sync_s: float = 0.0, reserve_s: float = 0.0) -> dict[str, float]:
         """By peer that offered: when an attempt of `sync_s` must begin, lest it run out of inner steps before the end.
@@ -87,9 +79,19 @@ class Tally:
         return as_counted(peer, offer)
 
 
+class Lead:
+    """The leader's record of the reduction that it began: its own messages, to send again. It outlasts view commits."""
+
+    def __init__(self, begin: Begin, send_bps: Mapping[str, int]) -> None:
+        self.begin = begin
+        self.repair: Repair | None = None
+        self.send_bps = send_bps
+        """Upload rate of each contributor, in bits per second; 0: unknown."""
+
+
 def as_counted(peer: str, offer: Offer) -> Counted:
     """A peer's offer to the coordinator as the commit counts it."""
-    return Counted(peer, offer.base_version, offer.weight, offer.tokens, offer.blocks)
+    return Counted(peer, offer.boot, offer.base_version, offer.weight, offer.tokens, offer.blocks)
 
 
 class Sums:
@@ -175,13 +177,14 @@ class Times:
 
 
 class Reduction:
-    """One peer's bookkeeping of an attempt's reduction: which parts are here, which are missing and from whom.
+    """One peer's bookkeeping of a reduction: which parts are here, which are missing and from whom. Its `leader` began
+    it.
 
     The mean is complete when every part of the fragment is here.
     """
 
-    def __init__(self, begin: Begin, me: str, now: float) -> None:
-        self.begin = begin
+    def __init__(self, begin: Begin, leader: Member, me: str, now: float) -> None:
+        self.begin, self.leader = begin, leader
         self.me = me
         self.times = Times(now)
         self.mean_digest = ""
@@ -197,7 +200,7 @@ class Reduction:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Version and attempt of the reduction."""
+        """Height and attempt in which the reduction began."""
         return self.begin.key
 
     @property
@@ -266,13 +269,14 @@ class Reduction:
         late = {peer for awaited in self._sums.unfinished().values() for peer in awaited}
         return late - self.gone - {self.me}
 
-    def look(self, now: float, grace_s: float, alone_s: float, voters: int) -> None:
-        """Set how long the reduction waits for a few, when most peers owe nothing more (`Times.look`).
+    def look(self, now: float, grace_s: float, alone_s: float, *groups: Set[str]) -> None:
+        """Set how long the reduction waits for a few, when most peers owe nothing more (`Times.look`): a few in each of
+        the `groups`, members that receive the mean and voters among them.
 
-        For half of the `voters` that take part, or more, that has no end: without their votes there is no commit.
+        For half of the voters, or more, that has no end: without their votes there is no commit.
         """
         owed = {*self.missing()}
-        few = 0 < 2 * len(owed) < voters
+        few = bool(owed) and all(2 * len(owed & group) < len(group) for group in groups)
         self.times.look(now, owed, few, bool(self._late_contributors()), grace_s, alone_s)
 
     def counted(self) -> tuple[tuple[Counted, ...], tuple[Omitted, ...]]:

@@ -23,8 +23,8 @@ class Admission:
     def __init__(self, run: str, contract: str) -> None:
         self.run = run
         self.contract = contract
-        self._seen: dict[str, tuple[int, int, int]] = {}
-        """By peer: its latest life, the highest number of its messages, and a bit for each number just below that."""
+        self._seen: dict[str, tuple[tuple[int, int], int, int]] = {}
+        """By peer: its latest life and process, the highest number of its messages, and a bit for each just below."""
 
     def same_training(self, run: str, contract: str) -> Reply:
         """OK if a protocol message's sender trains this run under this contract, else the reply that refuses it."""
@@ -35,8 +35,9 @@ class Admission:
     def replayed(self, envelope: Envelope) -> bool:
         """Whether this very protocol message came before. Asked once for each message of a life that may speak."""
         sender, sequence = envelope.sender, envelope.sequence
-        life, highest, bits = self._seen.get(sender.peer, (sender.incarnation, 0, 0))
-        if life != sender.incarnation:
+        process = sender.incarnation, envelope.boot
+        known, highest, bits = self._seen.get(sender.peer, (process, 0, 0))
+        if known != process:
             highest, bits = 0, 0
         behind = max(highest - sequence, 0)
         replayed = sequence <= 0 or behind >= WINDOW
@@ -46,7 +47,7 @@ class Admission:
         if not replayed:
             replayed = bool(bits >> behind & 1)
             bits |= 1 << behind
-        self._seen[sender.peer] = (sender.incarnation, highest, bits)
+        self._seen[sender.peer] = (process, highest, bits)
         return replayed
 
     def __len__(self) -> int:
@@ -80,6 +81,10 @@ class RosterEntry:
     """Time at which the life came onto the roster."""
     answered_at_s: float | None = None
     """Time at which it last answered a message of ours; None: it never did. To be heard is another matter."""
+    boot: int = 0
+    """The latest process of this life that was heard."""
+    saved: int = 0
+    """Times that its disk has been written to, as it says."""
     moved_at_s: float = -math.inf
     """Time at which a heartbeat first had its latest count of bytes that moved in rounds."""
     unreachable: bool = False
@@ -95,7 +100,8 @@ class RosterEntry:
     @property
     def going(self) -> bool:
         """Whether it said goodbye, or is about to."""
-        return self.left or (self.heartbeat is not None and self.heartbeat.progress.phase in GOING)
+        beat = self.heartbeat
+        return self.left or (beat is not None and (beat.leaving or beat.progress.phase in GOING))
 
 
 class Roster:
@@ -122,6 +128,15 @@ class Roster:
         entry = self._entries.get(peer)
         return entry.heartbeat if entry is not None else None
 
+    def latest(self, member: Member) -> Member:
+        """This life of a peer, with the address that it gave last."""
+        if member == self.me:
+            return self.me
+        known, (stranger, seen_s) = self._entries.get(member.peer), self._strangers.get(member.peer, (None, 0.0))
+        if stranger == member and (known is None or seen_s > known.heard_at_s):  # it went on in another lineage
+            return stranger
+        return known.member if known is not None and known.member == member else member
+
     # ------------------------------------------------------------ lives of a peer
 
     def meet(self, members: Sequence[Member], now: float, before: Collection[Member] = ()) -> None:
@@ -132,7 +147,11 @@ class Roster:
         """
         for member in members:
             known = self._entries.get(member.peer)
-            if member.peer == self.me.peer or (known is not None and member.incarnation == known.member.incarnation):
+            if member.peer == self.me.peer:
+                continue
+            if known is not None and member.incarnation == known.member.incarnation:
+                if not self._lives(known, now):
+                    known.member = member  # it may have gone on at another address
                 continue
             if known is not None and member.incarnation in known.former:
                 continue  # a view may keep its vote; that does not bring it back
@@ -147,6 +166,25 @@ class Roster:
             return member.incarnation == self.me.incarnation
         known = self._entries.get(member.peer)
         return known is None or known.member.incarnation == member.incarnation or self._succeeds(member, known, now)
+
+    def boots(self, envelope: Envelope) -> Reply:
+        """OK for the latest process of a life; FENCED for an earlier one; OLD_COPY for a later one whose disk lacks
+        what the life has said."""
+        known = self._entries.get(envelope.sender.peer)
+        if known is None or known.member != envelope.sender or envelope.sender == self.me:
+            return Reply.OK
+        if envelope.boot < known.boot:
+            return Reply.FENCED
+        if envelope.boot > known.boot and envelope.before < known.saved:
+            return Reply.OLD_COPY
+        known.boot, known.saved = envelope.boot, max(known.saved, envelope.saved)
+        return Reply.OK
+
+    def is_old_copy(self, envelope: Envelope) -> bool:
+        """Whether a process that began later than the latest on the roster goes on with an earlier life of its peer."""
+        known = self._entries.get(envelope.sender.peer)
+        earlier = known is not None and envelope.sender.incarnation < known.member.incarnation
+        return known is not None and earlier and 0 < known.boot < envelope.boot
 
     def heard(self, member: Member, now: float, heartbeat: Heartbeat | None = None, version: int = 0) -> None:
         """Note on the roster a message of `member`, who may speak. `version`: ours, to compare a heartbeat with."""

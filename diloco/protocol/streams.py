@@ -37,13 +37,18 @@ class StreamHeader:
     lineage: str
     sender: Member
     kind: Kind
-    version: int
-    """The version being made; in a swap, its number."""
+    height: int
+    """With `attempt`: the reduction that the parts are of; in a swap, its number."""
     attempt: int
     generation: int
     """Repairs that the receiver must know of before it takes these parts."""
     known: tuple[Acquaintance, ...] = ()
     """In a swap: the peers that the sender knows, itself first."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(height, attempt): the reduction that the parts are of."""
+        return self.height, self.attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,8 @@ class Welcome:
     """The lineages that led to this one, oldest first."""
     process: ProcessId | None = None
     """The process at the far end of this connection, which set it. None: its death has no proof."""
+    boot: int = 0
+    """Start of the process that replies (`Counted`)."""
 
 
 @dataclass(frozen=True, slots=True)

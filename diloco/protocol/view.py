@@ -1,23 +1,22 @@
-"""Pure decisions of the protocol, and the settings that they take: coordinator, votes, owners of parts, the group of a
+"""Pure decisions of the protocol, and the settings that they take: votes, owners of parts, the group of a
 version, and the lineage that goes on.
 
 Every function takes all that it needs as arguments and, where it decides, returns the reason with the decision. Only
-`Electorate` has a state: which votes were lost or handed on since the latest commit.
+`Electorate` has a state: which votes were lost.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 from statistics import median
 from types import MappingProxyType
 
-from diloco.base.types import Member
+from diloco.base.types import Commit, Member
 from diloco.protocol.messages import Fork, Span
+from diloco.protocol.vote import Voters
 
 # ---------------------------------------------------------------- settings
 
@@ -99,30 +98,7 @@ class Timing:
     stall_s: float
 
 
-# ---------------------------------------------------------------- coordinator and votes
-
-
-def coordinator(run: str, version: int, attempt: int, view: Sequence[Member]) -> Member:
-    """The member of the view that coordinates an attempt, by hash: each attempt has another one."""
-    trainers = [member for member in view if not member.witness]
-    return trainers[(_first(run, version) + attempt) % len(trainers)]
-
-
-@lru_cache(maxsize=64)
-def _first(run: str, version: int) -> int:
-    """A number by hash for each version, from which attempts count on. It is asked for at every tick."""
-    return int.from_bytes(hashlib.sha256(f"{run}/{version}".encode()).digest()[:8], "big")
-
-
-def votes_needed(members: int, gone: int) -> int:
-    """Number of votes that decide in a view of `members`, when `gone` of them are dead for certain and vote no more.
-
-    A majority of all, and where a half of an even view is dead for certain, the other half: its votes are then all
-    that there are. Two coordinators may know of different deaths; whichever they know of, what one decided the other
-    finds among its own votes. Two of two, one of two when the other is dead; three of five, also when two are dead.
-    """
-    halved = members % 2 == 0 and gone >= members // 2
-    return members // 2 if halved else members // 2 + 1
+# ---------------------------------------------------------------- votes
 
 
 MAX_EVICTED = 1024
@@ -130,31 +106,30 @@ MAX_EVICTED = 1024
 
 
 class Electorate:
-    """The voters on the next version, the number of votes that decides, and members that vote for leavers.
+    """The voters on the next commit, and the number of votes that decides.
 
-    Votes belong to the members of the latest commit's view. A vote is lost when its member is dead for certain
-    (`died`) or evicted by an operator (`evict`). A leaver hands its vote on (`bequeath`). Suspicion takes no vote away.
-    Deaths and evictions are of one life of a peer: its next life votes again.
+    The latest commit names them, and no vote moves. A majority decides, or half of an even number where the others are
+    dead for certain (`died`). An operator takes votes away (`evict`), of one life of a peer each.
     """
 
     def __init__(self) -> None:
-        self._view: tuple[Member, ...] = ()
-        self._heirs: dict[str, str] = {}
-        self._dead: set[tuple[str, int]] = set()
+        self._named: tuple[Member, ...] = ()
+        self._voters = Voters({})
+        self._dead: set[tuple[str, int, int]] = set()
+        """Peer, incarnation and process."""
         # A dict for its order: the oldest goes first.
         self._evicted: dict[tuple[str, int], None] = {}
 
-    def stand(self, view: Sequence[Member]) -> None:
-        """A new view votes from now on. Deaths and heirs of earlier lives do not bind later lives of the same name."""
-        lives = {(member.peer, member.incarnation) for member in self._view}
-        same = {member.peer for member in view if (member.peer, member.incarnation) in lives}
-        self._heirs = {peer: heir for peer, heir in self._heirs.items() if {peer, heir} <= same}
-        self._dead &= {(member.peer, member.incarnation) for member in view}
-        self._view = tuple(view)
+    def stand(self, commit: Commit | None) -> None:
+        """The voters that a commit names vote from now on; None: nobody does."""
+        self._named = commit.voting if commit is not None else ()
+        self._voters = Voters({voter.peer: voter.boot for voter in commit.voters} if commit is not None else {})
+        lives = {(member.peer, member.incarnation) for member in self._named}
+        self._dead = {dead for dead in self._dead if dead[:2] in lives}
 
-    def died(self, member: Member) -> None:
-        """Take the vote of this life of a peer away: it is over for certain."""
-        self._dead.add((member.peer, member.incarnation))
+    def died(self, member: Member, boot: int) -> None:
+        """This process of a life is over for certain."""
+        self._dead.add((member.peer, member.incarnation, boot))
 
     def evict(self, peer: str, incarnation: int) -> None:
         """An operator takes the vote of this life of a peer away. It may be of a view not known here yet."""
@@ -164,41 +139,51 @@ class Electorate:
 
     @property
     def evicted(self) -> set[str]:
-        """Members of the view whose vote an operator took away."""
-        if not self._evicted:
-            return set()
-        return {member.peer for member in self._view if (member.peer, member.incarnation) in self._evicted}
+        """Voters whose vote an operator took away."""
+        return {member.peer for member in self._named if (member.peer, member.incarnation) in self._evicted}
 
-    def bequeath(self, leavers: Iterable[str], heir: str) -> None:
-        """Leavers give their votes to `heir`."""
-        self._heirs |= dict.fromkeys(leavers, heir)
+    @property
+    def dead(self) -> set[tuple[str, int]]:
+        """Voters, each with a process of it that is over for certain."""
+        lives = {(member.peer, member.incarnation) for member in self._named}
+        return {(peer, boot) for peer, incarnation, boot in self._dead if (peer, incarnation) in lives}
+
+    @property
+    def named(self) -> Voters:
+        """All voters that the latest commit names."""
+        return self._voters
+
+    def names(self) -> set[str]:
+        """Names of all voters that the latest commit names."""
+        return {*self._voters.boots}
 
     def voters(self) -> set[str]:
-        """Members of the view that may still vote, and leavers whose heir may, dead or not."""
-        if not (self._dead or self._evicted):
-            return {member.peer for member in self._view}
-        lost = self.evicted | {member.peer for member in self._view if (member.peer, member.incarnation) in self._dead}
-        bequeathed = {peer for peer in lost - self.evicted if self._heirs.get(peer, peer) not in lost}
-        return {member.peer for member in self._view} - (lost - bequeathed)
+        """Voters that no operator evicted."""
+        return self.names() - self.evicted
+
+    def suffice(self, votes: Mapping[str, int]) -> bool:
+        """Whether these votes, each of a process of its voter, decide."""
+        evicted = self.evicted
+        return self._voters.suffice({peer: boot for peer, boot in votes.items() if peer not in evicted}, self.dead)
 
     def needed(self) -> int:
-        """Number of votes that decide in the view."""
-        living = len(self.voters())
-        needed = votes_needed(len(self._view), len(self._view) - living)
-        return min(needed, living) if self.evicted else needed  # an operator answers for what the dead had agreed to
+        """Number of votes that decide: half of an even number where the others are dead for certain."""
+        voters = self._voters.boots
+        gone = {peer for peer, boot in self.dead if peer in voters and boot >= voters[peer]}
+        half = len(voters) % 2 == 0 and 0 < len(voters) <= 2 * len(gone)
+        return len(voters) // 2 if half else len(voters) // 2 + 1
+
+    def is_lost(self) -> bool:
+        """Whether an operator evicted so many that the others can decide nothing: they found a lineage of their own."""
+        return bool(self.evicted) and len(self.voters()) < self.needed()
 
     def reachable(self, alive: Collection[str]) -> int:
-        """Number of votes of live members of the view, and of leavers whose heir lives."""
-        return sum(peer in alive or self._heirs.get(peer) in alive for peer in self.voters())
+        """Number of votes of live voters."""
+        return sum(peer in alive for peer in self.voters())
 
     def missing(self, alive: Collection[str]) -> list[str]:
-        """Members of the view that do not live, whose vote no live member has and an operator did not take away."""
-        lost = [member.peer for member in self._view if member.peer not in alive]
-        return [peer for peer in lost if self._heirs.get(peer) not in alive and peer not in self.evicted]
-
-    def held_by(self, peer: str) -> tuple[str, ...]:
-        """Leavers whose vote `peer` has, besides its own."""
-        return tuple(sorted(leaver for leaver, heir in self._heirs.items() if heir == peer))
+        """Voters that do not live and that no operator evicted."""
+        return [member.peer for member in self._named if member.peer not in alive and member.peer not in self.evicted]
 
 
 # ---------------------------------------------------------------- owners of parts

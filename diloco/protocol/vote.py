@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from diloco.base.types import Commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,20 @@ class VoteRecord:
     def stand(self, head: str) -> VoteRecord:
         """The record of a voter that stands on another head: nothing of this one binds it."""
         return self if head == self.head else VoteRecord(head)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Record of a voter's life on its disk, when a process goes on with it."""
+
+    life: int
+    """Incarnation of the life."""
+    saved: int
+    """Number of the last `Save`."""
+    record: VoteRecord
+    accepted: Commit | None
+    head: Commit
+    """The commit on which it stood, whose successor the record is about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +117,14 @@ def choose(options: list[str], here: Callable[[str], bool]) -> str | None:
     return next((value for value in options if not value or here(value)), options[0] if options else None)
 
 
-def seat(voters: Sequence[str], attempt: int, drafter: str, digest: str) -> str:
+V = TypeVar("V")
+
+
+def seat(voters: Sequence[V], attempt: int, drafter: V | None, digest: str) -> V:
     """The voter that may propose in this attempt, of those that train: each attempt has another one. Attempts count on
     from the `drafter` of a view commit, which knows of the reduction under way; else from one by hash of the head's
     `digest`."""
-    first = voters.index(drafter) if drafter in voters else int(digest[:16], 16)
+    first = voters.index(drafter) if drafter is not None and drafter in voters else int(digest[:16], 16)
     return voters[(first + attempt) % len(voters)]
 
 

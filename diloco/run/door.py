@@ -122,8 +122,7 @@ class OwnLoop:
 
 
 def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:
-    """The contract of a member of the run to resume that answers now, or is starting: the run goes on, and is joined.
-    None: nobody answers, and it is founded anew."""
+    """The contract of a member of the run to resume that answers now, or is starting. None: nobody answers."""
     answering = [ticket for ticket in past.tickets if endpoint.runtime.is_there(ticket.partition("/")[0])]
     for ticket in answering:
         try:
@@ -174,9 +173,9 @@ def found(
 
     `contract`: a path, the name of one that ships with diloco, its tables as a dict, or a `Contract`. `site`: a path
     (`peers/*.toml`), a `Site`, or the defaults. `directory`: the folder of this peer, with its ledger, events and
-    checkpoints. `resume`: go on from that folder: join whoever is left of the run, found it anew from the last
-    checkpoint where nobody is, and begin where there is nothing to resume. `state`: objects with `state_dict` and
-    `load_state_dict` (scheduler, scaler, loader) that checkpoints hold; `optimizer` is short for one of them.
+    checkpoints. `resume`: go on from that folder, as the same voter of the same run; join whoever is there, or found it
+    anew, where this peer had left in good order; and begin where there is nothing to resume. `state`: objects with
+    `state_dict` and `load_state_dict` (scheduler, scaler, loader) that checkpoints hold; `optimizer` is short for one.
 
     Raises DilocoError: the contract is wrong, a port is in use, an object cannot be saved, ...
     """

@@ -52,7 +52,7 @@ async def evict(
         raise UsageError(f"the view has another life of {peer} by now", "look at `diloco status` again")
     operator = Member("operator", 0, "")
     run, contract, lineage = tree["run"], tree["contract_digest"], tree["lineage"]
-    envelope = m.Envelope(run, contract, lineage, operator, "", 0, m.Evict(peer, named))
+    envelope = m.Envelope(run, contract, lineage, operator, 0, 0, 0, "", 0, m.Evict(peer, named))
     # Where one peer is dead another may be, and nobody has noticed yet.
     asked = {name: entry["address"] for name, entry in known.items() if entry["alive"] and name != peer}
     deliveries = [_answer(there, link.deliver(there, envelope)) for there in asked.values()]

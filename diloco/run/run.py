@@ -420,11 +420,14 @@ class RunChronicle:
         """Record that the run applied a version. Returns its event; a founding has none."""
         if self.reader is not None:
             self.reader.closed(commit, before)
-        if before is None or commit.version == before.version:
-            self.begin()
+        if before is None or not commit.moves:
+            if commit.founds:
+                self.begin()
             return None
         assert isinstance(self.peer, Peer)
         wire, flight_s = self.peer.wire(), seconds.pop(FLIGHT, None)
+        use = self.peer.exchange.votes.use
+        log_bytes, longest_sync_s = use.take() if use is not None else (None, None)
         blocks = front(before.leases.held.get(self.rank.line.peer, ()), mine.blocks) if mine else ()
         return VersionClosed(
             version=commit.version,
@@ -445,6 +448,8 @@ class RunChronicle:
             flight_s=flight_s,
             state_digest=self.rank.line.state.digest,
             repeats=self.reader.blocks.repeats if self.reader is not None else None,
+            log_bytes=log_bytes,
+            longest_sync_s=longest_sync_s,
             **self.rank.trains.version_fields(),
         )
 

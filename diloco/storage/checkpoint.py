@@ -38,7 +38,7 @@ from diloco.base.errors import ConfigError, IncompatibleError, ResourceError, St
 from diloco.base.files import sync_path
 from diloco.base.memory import floats
 from diloco.base.ranks import Alone, Ranks
-from diloco.base.types import Commit
+from diloco.base.types import Commit, with_height
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
 from diloco.island.slices import Pieces, Slice, Slices
@@ -92,7 +92,7 @@ class Checkpoint:
         if self.meta.get("commit") is None:
             return None
         try:
-            return Commit.from_bytes(self.value("commit", str).encode())
+            return Commit.from_bytes(with_height(self.value("commit", str)).encode())
         except ValueError as error:
             raise self.malformed(f"its commit is malformed: {error}") from error
 

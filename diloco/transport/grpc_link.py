@@ -101,7 +101,7 @@ class GrpcLink(Link):
         taken: Callable[[int], None] = untold,
     ) -> Reply:
         first = parts_pb2.SendPartsRequest(header=convert.header_to_wire(header))
-        self._uplink.begin(header.version)
+        self._uplink.begin(header.height)
         async with self._connected(address) as connections:
             with closing(Outbox(parts)) as outbox:
                 streams: list[asyncio.Task[Reply]] = []

@@ -68,8 +68,8 @@ class Link(Protocol):
         """Network addresses of a peer's lanes: part p of a round goes to lane p mod their number. Empty: all to one."""
 
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
-        """Fetch commits after version `since`, with their means, from a network address, as far as it has them: fewer
-        where the link fails after the first, so that these need not come again."""
+        """Fetch commits after height `since` (-1: since the founding), with their means, from a network address, as
+        far as it has them: fewer where the link fails after the first, so that these need not come again."""
 
     async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]:
         """Fetch a mean's encoded parts from the peer at a network address. Raises LinkRefused if it has it no more."""
@@ -127,7 +127,7 @@ class Service(Protocol):
         """Answer a call of `Link.lanes`: network addresses of this peer's lanes, its own first; empty: no other."""
 
     def on_fetch_commits(self, since: int) -> AsyncIterator[Closed]:
-        """Answer a call of `Link.fetch_commits`: commits after version `since`, without gaps, each when it is asked
+        """Answer a call of `Link.fetch_commits`: commits after height `since`, without gaps, each when it is asked
         for; none if the next is gone."""
 
     async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:

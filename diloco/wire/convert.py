@@ -27,7 +27,7 @@ from diloco.wire.v1 import control_pb2 as control
 from diloco.wire.v1 import parts_pb2 as parts
 from diloco.wire.v1 import peer_pb2 as peer
 
-WIRE_VERSION: Final = 1
+WIRE_VERSION: Final = 2
 MAX_COMMIT_BYTES: Final = 1 << 20
 
 V = TypeVar("V")

@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from diloco.base.decisions import Train
-from diloco.base.types import Blocks, Commit, Counted, Leases, Member
+from diloco.base.types import Blocks, Commit, Counted, Leases, Member, Voter
 from diloco.island import Island
 from diloco.wire.convert import commit_from_wire, commit_to_wire
 
@@ -128,11 +128,13 @@ def commit_of(members: int) -> Commit:
     view = tuple(Member(name, 10**15, f"10.0.{place // 256}.{place % 256}:7700") for place, name in enumerate(names))
     return Commit(
         version=1000,
+        height=1000,
         previous=DIGEST,
         lineage="f" * 16,
         fragment=0,
         view=view,
-        counted=tuple(Counted(name, 999, 2**20, 2**20, 64) for name in names),
+        voters=tuple(Voter(name, 10**15, 0) for name in names),
+        counted=tuple(Counted(name, 10**15, 999, 2**20, 2**20, 64) for name in names),
         omitted=(),
         mean_digest=DIGEST,
         tokens=10**9,

@@ -98,6 +98,7 @@ def share(value: float) -> str:
 
 ROWS: dict[str, Callable[[dict[str, Any]], object]] = {
     "versions closed, per second": lambda r: f"{r['versions_per_s']:.2f}",
+    "commits that only change members": lambda r: r["view_commits"],
     "contributions in a version, least": lambda r: f"{r['contributors']:.1f}, {r['contributors_least']}",
     "uploaded for one by its contributors, most": lambda r: f"{r['upload_sizes']:.2f} S, {r['upload_sizes_most']:.1f}",
     "versions since a peer was last counted, most": lambda r: f"{r['staleness']:.1f}, {r['staleness_most']}",
@@ -113,7 +114,7 @@ ROWS: dict[str, Callable[[dict[str, Any]], object]] = {
     "  bytes, per version": lambda r: f"{r['bytes_per_peer_per_version']:,}",
     "size of a commit, bytes": lambda r: f"{r['commit_bytes']:,}",
     "encoded means held, at most": lambda r: r["held"]["means"],
-    "commits kept, at most": lambda r: r["held"]["backlog"],
+    "versions kept, at most": lambda r: r["held"]["backlog"],
     "peers known, half-way and in the end": lambda r: f"{r['held_half_way']['roster']}, {r['held']['roster']}",
     "streams and events waiting, at most": lambda r: r["held"]["tasks"] + r["held"]["to do"],
     "faults": lambda r: sum(n for kind, n in r["faults"].items() if " " not in kind),

@@ -85,6 +85,8 @@ class Agreement:
     witnesses: int = 0
     leavers: tuple[int, ...] = ()
     """Peers that leave: the next commit leaves them out. All: it keeps its drafter, which goes when it is alone."""
+    learners: tuple[int, ...] = ()
+    """Members that have no vote before all voters leave: the commit that leaves those out names them."""
     views: bool = False
     """View commits take place: for leavers, or for a joiner, which has no vote."""
     versions: int = 1
@@ -137,7 +139,7 @@ class Agreement:
         everybody = range(self.trainers + self.witnesses)
         if self.final and head:
             return (_drafter(head[0]),)
-        return tuple(i for i in everybody if not head or i not in self.leavers)
+        return tuple(i for i in everybody if i not in (self.leavers if head else self.learners))
 
     def voters(self, head: Head) -> Voters:
         """The same, with the boots that the head names."""

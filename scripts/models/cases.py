@@ -118,6 +118,21 @@ CASES = (
         "STUCK",
         True,
     ),
+    Case(
+        "hand-over",
+        "the only voter leaves, and a learner votes in its place",
+        Agreement(2, leavers=(0,), learners=(1,), attempts=3, **BESIDE),
+        "holds",
+        True,
+    ),
+    Case("hand-over-two", "both voters leave", Agreement(leavers=(0, 1), learners=(2,), **BESIDE), "holds"),
+    Case(
+        "hand-over-early",
+        "the voter goes as soon as it knows the commit",
+        Agreement(2, leavers=(0,), learners=(1,), go="knows", crashes=0, **BESIDE),
+        "STUCK",
+        True,
+    ),
     Case("both-leave", "both of two leave", Agreement(2, leavers=(0, 1), attempts=3, **ALL), "holds", True),
     Case("all-leave", "all of three leave", Agreement(leavers=(0, 1, 2), **ALL), "holds", True),
     Case(

@@ -40,7 +40,8 @@ def batch_of(step: int, peer: int, rank: int, ranks: int) -> torch.Tensor:
 def main(told: dict[str, Any]) -> None:
     """Train until the run is done, and write down how it ended.
 
-    `stop_at`: inner steps of this life, after which it waits to be killed.
+    `stop_at`: inner steps of this life, after which it waits to be killed. Until then it saves each version before it
+    goes on: a log leads on from an older checkpoint, but to other bits, as the inner optimizer is in no log.
     """
     torch.set_num_threads(1)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -82,9 +83,10 @@ def main(told: dict[str, Any]) -> None:
             optimizer.zero_grad()
             scheduler.step()
             time.sleep(told.get("pause_s", 0.0))
-            run.step(tokens=ROWS, loss=loss.item())
+            if run.step(tokens=ROWS, loss=loss.item()) and "stop_at" in told:
+                saved = Path(folder, "checkpoints", f"v{closed[-1]:08d}")
+                until(saved.is_dir, f"{saved.name} is saved", 60.0)
             if run.steps - began_at == told.get("stop_at"):
-                until(lambda: any(Path(folder, "checkpoints").glob("v*")), "a version is saved", 60.0)
                 out.with_suffix(f".{rank}.stopped").touch()
                 time.sleep(120.0)  # somebody kills it
         with run.anchor():

@@ -131,7 +131,7 @@ class ChaosSweep:
         return replace(row, back_s=round(float(back["time"]) - waked_s, 2))
 
     def kill_all_and_resume(self) -> SweepRow:
-        """The sweep's row of all survivors' death. One founds the run anew from a checkpoint; others resume theirs."""
+        """The sweep's row of all survivors' death. They begin again with their disks, and the lineage goes on."""
         for life in self._survivors():
             self.fleet.kill(life)
         died_s = unix_s()

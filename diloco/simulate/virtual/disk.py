@@ -121,7 +121,7 @@ class SimulatedDisk:
 
     @contextmanager
     def beside(self) -> Iterator[list[float]]:
-        """What is done meanwhile another thread does. In the end the list has the seconds that its syncs take."""
+        """Meanwhile all is done by another thread. In the end the list has the seconds that its syncs take."""
         before_s, late = self.owed(), list[float]()
         try:
             yield late

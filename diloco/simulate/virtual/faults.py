@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from diloco.protocol import messages as m
+from diloco.protocol import effects as fx
 from diloco.simulate.virtual.disk import SYNCS, SimulatedDisk
 from diloco.simulate.virtual.plans.plan import (
     CHECKPOINT_S,
@@ -39,9 +39,9 @@ class FaultFuse:
         self.when, _, self.effect = how.partition(" ")
         self.happens = happens
 
-    def burns(self, effect: m.Effect, when: str) -> bool:
+    def burns(self, effect: fx.Effect, when: str) -> bool:
         names = {type(effect).__name__}
-        if isinstance(effect, m.Send):
+        if isinstance(effect, fx.Send):
             names.add(type(effect.envelope.body).__name__)
         return when == self.when and self.effect in names
 

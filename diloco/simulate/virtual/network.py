@@ -297,9 +297,8 @@ class SimulatedNetwork:
     def _vote(self, stranger: Member, coordinator: SimulatedProcess, envelope: Envelope) -> None:
         """The fault "stranger": one that is no member accepts a proposal, in the name of all members."""
         if isinstance(envelope.body, Propose):
-            proposal, members = envelope.body, coordinator.machine.view
-            votes = tuple(member.peer for member in members)
-            accept = Accept(proposal.version, proposal.attempt, proposal.commit.digest, votes)
+            proposal = envelope.body
+            accept = Accept(proposal.height, proposal.attempt, proposal.commit.digest)
             said = replace(envelope, sender=stranger, sequence=next(self._said), body=accept)
             self.world.after(self.latency(stranger.peer, coordinator.name), self.throw_in, coordinator, said)
 

@@ -209,7 +209,8 @@ class SimulatedOperator:
             if not host.up or host.name == peer or host.machine.commit is None:
                 continue
             rules, lineage = host.machine.rules, host.machine.lineage
-            envelope = m.Envelope(rules.run, rules.contract, lineage, operator, "", 0, m.Evict(peer, incarnation))
+            body = m.Evict(peer, incarnation)
+            envelope = m.Envelope(rules.run, rules.contract, lineage, operator, 0, 0, 0, "", 0, body)
             self.world.log("", f"the operator tells {host.name} late that a former life of {peer} is over")
             with suppress(LinkDown, LinkSlow, LinkRefused):
                 await link.deliver(host.address, envelope)

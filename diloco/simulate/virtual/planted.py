@@ -23,15 +23,17 @@ from diloco.outer.average import mean_into
 from diloco.outer.fragments import Fragment, write_fragment
 from diloco.outer.line import Line, PendingContribution, UncommittedProgress
 from diloco.outer.pseudograd import left_over
-from diloco.peer import peer as peer_of
 from diloco.peer import rank
-from diloco.protocol import leases, view
+from diloco.peer.restart import Restart
+from diloco.protocol import leases
 from diloco.protocol import messages as m
 from diloco.protocol.contributor import Contributor
 from diloco.protocol.coordinator import Coordinator
 from diloco.protocol.machine import Machine
 from diloco.protocol.reduction import Tally
 from diloco.protocol.roster import Admission, Roster, RosterEntry
+from diloco.protocol.streams import Welcome
+from diloco.protocol.vote import Restored, VoteRecord, Voters
 from diloco.round import measure
 from diloco.simulate.virtual.plans.plan import NO_CLOCK, OMITS, FaultPlan
 from diloco.simulate.virtual.timeline import ProcessLoop
@@ -70,7 +72,7 @@ def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
 
 
 def _no_majority() -> Iterator[None]:
-    with _replaced(view, "votes_needed", lambda members, gone: 1):
+    with _replaced(Voters, "suffice", lambda voters, votes, dead: bool(votes)):
         yield
 
 
@@ -137,11 +139,15 @@ def _here() -> str:
 
 def _stale_life() -> Iterator[None]:
     """Planted bug: a restarted peer comes back as the life that the view has, of which it remembers nothing."""
+    life = Restart.life
 
-    def same_incarnation() -> int:
-        return sum(_here().encode())
+    def forgetful(restart: Restart, welcome: Welcome | None) -> Restored | None:
+        restored = life(restart, welcome)
+        if restored is None:
+            return None
+        return replace(restored, record=VoteRecord(restored.head.digest), accepted=None)
 
-    with _replaced(peer_of, "new_incarnation", same_incarnation):
+    with _replaced(Restart, "life", forgetful):
         yield
 
 
@@ -161,15 +167,11 @@ def _hearing(kind: type[m.Body], before: Callable[[Machine, Any], Callable[[], N
 
 def _broken_promise() -> Iterator[None]:
     def forget(machine: Machine, body: m.Propose) -> Callable[[], None]:
-        acceptor, version = machine._acceptor, machine.version
-        promised = acceptor.attempt
-        acceptor.attempt = min(promised, body.attempt)
-
-        def remember() -> None:
-            if machine.version == version:
-                acceptor.attempt = max(promised, acceptor.attempt)
-
-        return remember
+        acceptor = machine._acceptor
+        if body.height == machine.height:
+            acceptor.attempt = min(acceptor.attempt, body.attempt)
+            acceptor._record = replace(acceptor._record, promised=min(acceptor._record.promised, body.attempt))
+        return lambda: None
 
     with _hearing(m.Propose, forget):
         yield
@@ -191,7 +193,8 @@ def _unseen_vote() -> Iterator[None]:
 
 
 def _deaf_coordinator() -> Iterator[None]:
-    with _replaced(Tally, "accepted", lambda tally: None):
+    earlier = Coordinator._earlier
+    with _replaced(Coordinator, "_earlier", lambda coordinator, tally: (earlier(coordinator, tally)[0], None)):
         yield
 
 
@@ -238,7 +241,10 @@ def _strange_vote() -> Iterator[None]:
         membership["is_member"] = lambda member: True
         return partial(membership.pop, "is_member", None)
 
-    with _hearing(m.Accept, admit):
+    def of_anybody(voters: Voters, votes: Mapping[str, int], dead: object) -> bool:
+        return 2 * len(votes) > len(voters.boots)
+
+    with _hearing(m.Accept, admit), _replaced(Voters, "suffice", of_anybody):
         yield
 
 

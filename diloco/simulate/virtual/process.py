@@ -13,7 +13,7 @@ import torch
 
 from diloco.base.errors import DilocoError
 from diloco.base.life import Life, Wait
-from diloco.base.types import Closed, Commit, Contribution, Counted, Skip
+from diloco.base.types import Closed, Commit, Contribution, Skip
 from diloco.exchange.engine import Exchange
 from diloco.exchange.service import ExchangeService
 from diloco.island import Island
@@ -24,6 +24,7 @@ from diloco.outer.line import Line
 from diloco.peer.life import PeerLife
 from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
 from diloco.run.door import Entrance, Parts, lead
@@ -36,6 +37,7 @@ from diloco.simulate.virtual.follower import SimulatedFollower
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.oracle.applied import SimulatedSteps
 from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.oracle.journal import observe_journal
 from diloco.simulate.virtual.oracle.progress import SimulatedProgress
 from diloco.simulate.virtual.oracle.records import SimulatedRecords
 from diloco.simulate.virtual.plans.lies import offered_by
@@ -103,7 +105,6 @@ class SimulatedProcess:
         self.waiting_since_s: float | None = None
         self.waited_s = 0.0
         """In all rounds so far."""
-        self._before: Commit | None = None
         """The commit at which its line stood before the last change."""
         self._offered: Contribution | None = None
 
@@ -325,7 +326,7 @@ class SimulatedProcess:
         handle, receive, perform = machine.handle, machine.receive, exchange._perform
         invariants, gate = self.world.invariants, self.world.invariants.gate
 
-        def handled(event: m.Event, now: float) -> list[m.Effect]:
+        def handled(event: m.Event, now: float) -> list[fx.Effect]:
             effects = handle(event, now)
             self._seen(effects)
             invariants.conduct.on_event(self, event)
@@ -333,7 +334,7 @@ class SimulatedProcess:
                 self.world.mean_arrived(self, event)
             return effects
 
-        def received(envelope: m.Envelope, now: float) -> tuple[m.Reply, list[m.Effect]]:
+        def received(envelope: m.Envelope, now: float) -> tuple[m.Reply, list[fx.Effect]]:
             heeded, before = gate.heeds(self, envelope), invariants.conduct.before(self)
             reply, effects = receive(envelope, now)
             self.world.log_reply(envelope, self, reply)
@@ -343,7 +344,7 @@ class SimulatedProcess:
             invariants.conduct.on_message(self, envelope, reply, effects, before)
             return reply, effects
 
-        def performed(effects: Sequence[m.Effect]) -> None:
+        def performed(effects: Sequence[fx.Effect]) -> None:
             if self.fuse is None:
                 perform(effects)
             else:
@@ -359,7 +360,7 @@ class SimulatedProcess:
         if self.progress is not None:
             invariants.on_start(self)
 
-    def _seen(self, effects: Sequence[m.Effect]) -> None:
+    def _seen(self, effects: Sequence[fx.Effect]) -> None:
         """The state machine of the simulated peer is about to have these effects carried out."""
         invariants = self.world.invariants
         self.incarnations.add(self.machine.me.incarnation)
@@ -367,18 +368,18 @@ class SimulatedProcess:
             self.world.performed(self, effect)
             invariants.on_effect(self, effect)
             match effect:
-                case m.Close(commit):
+                case fx.Close(commit):
                     parts = () if self.witness else self.mean(commit.mean_digest) or ()
                     invariants.on_closed(self, Closed(commit, parts))
-                case m.Send(_, m.Envelope(body=m.Goodbye())):
+                case fx.Send(_, m.Envelope(body=m.Goodbye())):
                     self.gone = True
-                case m.Resync(source, discarded_tokens):
+                case fx.Resync(source, discarded_tokens):
                     invariants.on_resync(self, source, discarded_tokens)
         invariants.on_machine(self)
         invariants.reductions.on_effects(self, effects)
         invariants.conduct.on_effects(self, effects)
 
-    def _burn(self, effect: m.Effect, when: str) -> None:
+    def _burn(self, effect: fx.Effect, when: str) -> None:
         """Let a fault strike that waited for this effect: before it, or once it is on its way."""
         if self.fuse is not None and self.fuse.burns(effect, when):
             fuse, self.fuse = self.fuse, None
@@ -394,35 +395,8 @@ class SimulatedProcess:
         peer = life.peer
         progress = self.progress = SimulatedProgress(self, self.line, peer.journal)
         self.steps, self._log = SimulatedSteps(self, peer), SimulatedLog(self, peer.exchange.lane)
-        journal, exchange = peer.journal, peer.exchange
-        opened, committed, adopted, discarded = journal.opened, journal.committed, journal.adopted, journal.discarded
-        closed, offer, exchanged, line = journal.closed, exchange.offer, life.exchanged, peer.line
-
-        def on_opened(contract: Any) -> None:
-            self._come_together()
-            opened(contract)
-            progress.opened()
-
-        def on_committed(commit: Commit, mine: Counted | None) -> None:
-            committed(commit, mine)
-            self._come_together(commit)
-            progress.applied(commit, mine)
-            self._applied(commit)
-            self._stands()
-
-        def on_adopted(mine: Counted | None, discarded: int, forks: Sequence[m.Fork]) -> None:
-            adopted(mine, discarded, forks)
-            progress.adopted(mine, discarded, self._before)
-            self.world.log(self.name, f"has copied version {line.state.version}")
-            self._stands()
-
-        def on_discarded(tokens: int, reason: str) -> None:
-            discarded(tokens, reason)
-            progress.dropped(tokens, peer.done)
-
-        def on_closed(reason: str) -> None:
-            closed(reason)
-            progress.closes()
+        observe_journal(self, peer)
+        offer, exchanged, line = peer.exchange.offer, life.exchanged, peer.line
 
         def on_offer(contribution: Contribution, leaving: bool) -> Future[Skip | None]:
             assert line.sent is not None
@@ -443,26 +417,7 @@ class SimulatedProcess:
             progress.given(outcome)
             return outcome
 
-        journal.opened, journal.committed = on_opened, on_committed  # type: ignore[method-assign]
-        journal.adopted, journal.discarded = on_adopted, on_discarded  # type: ignore[method-assign]
-        journal.closed = on_closed  # type: ignore[method-assign]
-        exchange.offer, life.exchanged = on_offer, on_exchanged  # type: ignore[method-assign]
-
-    def _come_together(self, founding: Commit | None = None) -> None:
-        """The other ranks have done what rank 0 said, also where they need not meet for it."""
-        if self.ranks is not None and (founding is None or founding.fragment < 0):
-            self.ranks.come_together()
-
-    def _applied(self, commit: Commit) -> None:
-        if self.ranks and commit.fragment >= 0 and (parts := self.mean(commit.mean_digest)) is not None:
-            self.world.invariants.on_mean(self, Closed(commit, parts))
-
-    def _stands(self) -> None:
-        """The line of the simulated peer stands at another version, or state."""
-        self._before = self.line.commit
-        if self.ranks is not None and not self.world.drifts:
-            self.line.check()  # type: ignore[attr-defined]
-        self.world.invariants.on_state(self, self.line)
+        peer.exchange.offer, life.exchanged = on_offer, on_exchanged  # type: ignore[method-assign]
 
     def waited(self, now: float) -> float:
         """Virtual seconds in which this simulated life waited for a round."""
@@ -492,7 +447,7 @@ class SimulatedProcess:
         archive = self.exchange.archive
         return {
             "means": len(archive.means),
-            "backlog": len(archive.backlog.after(-1)),
+            "backlog": sum(closed.commit.moves for closed in archive.backlog.after(-1)),
             "tasks": len(self.exchange._tasks),
             "to do": len(self.loop.waiting),
             "roster": sum(1 for _ in self.machine.roster),

@@ -42,7 +42,7 @@ class SimulatedDuel:
         elif isinstance(body, m.Ready | m.Gather) and len(self._chosen) > 1:
             passes = self._both_promise(envelope, body, target)
         else:
-            chosen = self._chosen.get((envelope.view, body.attempt), "") if isinstance(body, m.Accept) else ""
+            chosen = self._chosen.get((envelope.head, body.attempt), "") if isinstance(body, m.Accept) else ""
             passes = chosen != caller
         if not passes:
             self._held.append((call, envelope))
@@ -51,8 +51,8 @@ class SimulatedDuel:
     def _both_promise(self, envelope: m.Envelope, body: m.Ready | m.Gather, target: str) -> bool:
         """Whether a promise may pass: of an attempt after both, those of the two come first, and nobody else is asked
         for one."""
-        name, asked = envelope.sender.peer, (envelope.view, body.attempt)
-        if asked in self._chosen or envelope.view != next(iter(self._chosen))[0]:
+        name, asked = envelope.sender.peer, (envelope.head, body.attempt)
+        if asked in self._chosen or envelope.head != next(iter(self._chosen))[0]:
             return True
         if isinstance(body, m.Gather):
             return target in self._chosen.values()
@@ -63,7 +63,7 @@ class SimulatedDuel:
 
     def _choice(self, envelope: m.Envelope, proposal: m.Propose, target: str) -> str:
         """The member that hears of a proposal; empty: all do."""
-        place = envelope.view, proposal.attempt
+        place = envelope.head, proposal.attempt
         begun = next(iter(self._chosen), place)
         if begun[0] != place[0] or (len(self._chosen) > 1 and place not in self._chosen):
             return ""
@@ -71,7 +71,7 @@ class SimulatedDuel:
             if target.startswith("w") or target in self._chosen.values():
                 return "nobody"
             self._chosen[place] = target
-            self.world.log(target, f"ALONE hears of attempt {proposal.attempt} at version {proposal.version}")
+            self.world.log(target, f"ALONE hears of attempt {proposal.attempt} at version {proposal.commit.version}")
             self.world.after(2 * self.world.plan.delay_s, self._alone, target)
         return self._chosen[place]
 
@@ -117,7 +117,7 @@ class SimulatedMuffle:
         """Whether a message is not held back. Else it is kept."""
         body, caller, target = envelope.body, call.caller.name, call.address.partition(":")[0]
         if isinstance(body, m.OfAttempt):
-            about = type(body), envelope.view, body.attempt, caller, target
+            about = type(body), envelope.head, body.attempt, caller, target
             if self._early and isinstance(body, m.Ready) and caller == self._early:
                 held = about in self._fate
                 self._fate[about] = held
@@ -157,7 +157,7 @@ def release(world: SimulatedWorld, held: Held) -> Held:
         assert isinstance(body, m.OfAttempt)
         if host is None or not host.up:
             continue
-        here = (host.machine.making, host.machine.attempt) <= (body.version, body.attempt)
+        here = (host.machine.height, host.machine.attempt) <= body.key
         if here:
             kept.append((call, envelope))
         else:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from diloco.base.types import Commit
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.plans.draw import draw_speeds
@@ -136,9 +137,9 @@ class SimulatedSwarm(SimulatedWorld):
         self.options = options
         self.meter = SwarmMeter()
 
-    def performed(self, host: SimulatedProcess, effect: m.Effect) -> None:
+    def performed(self, host: SimulatedProcess, effect: fx.Effect) -> None:
         """Meter an effect that a simulated peer is about to carry out; no transcript is written."""
-        if isinstance(effect, m.Send):
+        if isinstance(effect, fx.Send):
             self.meter.sent(host.name, effect.envelope)
 
     def measure(self) -> dict[str, Any]:
@@ -157,7 +158,7 @@ class SimulatedSwarm(SimulatedWorld):
     def newest_commit(self) -> Commit | None:
         """Newest commit that any simulated peer has."""
         commits = [host.machine.commit for host in self._honest() if host.machine.commit]
-        return max(commits, key=lambda commit: commit.version, default=None)
+        return max(commits, key=lambda commit: commit.height, default=None)
 
     def _mark_at(self, at_s: float) -> SwarmMark:
         self._until(at_s, lambda: False)
@@ -189,13 +190,15 @@ def max_held(hosts: Sequence[SimulatedProcess]) -> dict[str, int]:
 def figures(swarm: SimulatedSwarm, first: SwarmMark, middle: SwarmMark, last: SwarmMark) -> dict[str, Any]:
     """Figures of a simulated swarm from the first mark to the last."""
     seconds, versions = last.at_s - first.at_s, last.version - first.version
-    commits = [c for c in swarm.invariants.commits.values() if c.fragment >= 0 and c.version > first.version]
-    closed = [commit for commit in commits if commit.version <= last.version]
+    commits = swarm.invariants.commits.values()
+    closed = [commit for commit in commits if commit.moves and first.version < commit.version <= last.version]
+    views = [one for one in commits if one.drafter and first.version <= one.version < last.version]
     return {
         "peers": swarm.options.peers,
         "seconds": round(seconds, 1),
         "versions": versions,
         "versions_per_s": round(versions / seconds, 3),
+        "view_commits": len(views),
         **_traffic(swarm, seconds, max(versions, 1)),
         **_contributions(closed),
         **_waiting(swarm, first, last),

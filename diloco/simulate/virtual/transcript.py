@@ -28,27 +28,27 @@ def said_also_to(line: str, to: str) -> str:
 def body(message: m.Body) -> str:
     """A message's content in a few words, for a simulation's transcript."""
     match message:
-        case m.Begin(version, attempt, contributors, receivers, spans):
+        case m.Begin(height, attempt, contributors, receivers, spans):
             who = " ".join(counted.peer for counted in contributors)
             others = [member.peer for member in receivers if member.peer not in who.split()]
             extra = f", also to {' '.join(others)}" if others else ""
-            return f"Begin {version}.{attempt} with {who}{extra}; {_spans(spans)}"
-        case m.Repair(version, attempt, generation, gone, spans):
-            return f"Repair {version}.{attempt} number {generation} without {' '.join(gone)}; {_spans(spans)}"
-        case m.Abort(version, attempt, without, reason):
-            return f"Abort {version}.{attempt} without {' '.join(without) or 'nobody'}: {reason}"
-        case m.Stalled(version, attempt, missing, reason):
-            return f"Stalled {version}.{attempt} for {' '.join(missing) or 'nobody'}: {reason}"
-        case m.Propose(version, attempt, commit):
-            return f"Propose {version}.{attempt} counting {counted(commit)}"
-        case m.Accept(version, attempt):
-            return f"Accept {version}.{attempt}"
-        case m.Gather(version, attempt, reason):
-            return f"Gather {version}.{attempt}: {reason}"
+            return f"Begin {height}.{attempt} with {who}{extra}; {_spans(spans)}"
+        case m.Repair(height, attempt, generation, gone, spans):
+            return f"Repair {height}.{attempt} number {generation} without {' '.join(gone)}; {_spans(spans)}"
+        case m.Abort(height, attempt, without, reason):
+            return f"Abort {height}.{attempt} without {' '.join(without) or 'nobody'}: {reason}"
+        case m.Stalled(height, attempt, missing, reason):
+            return f"Stalled {height}.{attempt} for {' '.join(missing) or 'nobody'}: {reason}"
+        case m.Propose(height, attempt, commit):
+            return f"Propose {height}.{attempt} counting {counted(commit)}"
+        case m.Accept(height, attempt):
+            return f"Accept {height}.{attempt}"
+        case m.Gather(height, attempt, reason):
+            return f"Gather {height}.{attempt}: {reason}"
         case m.Committed(commit):
-            return f"Committed {commit.version}"
-        case m.Goodbye(version, attempt, heir):
-            return f"Goodbye at {version}.{attempt}, my vote to {heir or 'nobody'}"
+            return f"Committed {commit.version}{f' at {commit.height}' if commit.drafter else ''}"
+        case m.Goodbye():
+            return "Goodbye"
         case m.Evict(peer):
             return f"Evict {peer}"
         case _:
@@ -56,11 +56,16 @@ def body(message: m.Body) -> str:
 
 
 def closed(commit: Commit) -> str:
-    """A version that the first simulated peer closed, as words of a transcript."""
-    view = " ".join(member.peer for member in commit.view)
-    if commit.fragment == -1:
-        return f"FOUNDS version {commit.version}, view {view}"
-    return f"CLOSES version {commit.version} counting {counted(commit)}; view {view}"
+    """A commit that the first simulated peer stands on, in words of a transcript; with its voters, if not all are."""
+    members, voters = [member.peer for member in commit.view], [voter.peer for voter in commit.voters]
+    view = f"view {' '.join(members)}"
+    if set(voters) != set(members):
+        view += f"; {' '.join(voters)} {'votes' if len(voters) == 1 else 'vote'}"
+    if commit.founds:
+        return f"FOUNDS version {commit.version}, {view}"
+    if not commit.moves:
+        return f"CHANGES members at version {commit.version}, {view}"
+    return f"CLOSES version {commit.version} counting {counted(commit)}; {view}"
 
 
 def counted(commit: Commit) -> str:

@@ -22,6 +22,7 @@ from diloco.base.clock import going_by
 from diloco.base.files import on_disk
 from diloco.base.threads import in_place
 from diloco.base.types import Commit, Member
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.protocol.roster import FORGET_S
 from diloco.run.run import Run
@@ -404,14 +405,14 @@ class SimulatedWorld:
         """Write to the transcript that a simulated peer is the first to close a version."""
         self.log(host.name, transcript.closed(commit))
 
-    def performed(self, host: SimulatedProcess, effect: m.Effect) -> None:
+    def performed(self, host: SimulatedProcess, effect: fx.Effect) -> None:
         """Write to the transcript an effect that a simulated peer is about to carry out."""
         if not self.record:
             return
         match effect:
-            case m.Send(to, envelope) if not isinstance(envelope.body, transcript.QUIET):
+            case fx.Send(to, envelope) if not isinstance(envelope.body, transcript.QUIET):
                 self._log_sent(host, envelope, to)
-            case m.Note(reason, routine) if not routine:
+            case fx.Note(reason, routine) if not routine:
                 self.log_once(host.name, reason)
 
 

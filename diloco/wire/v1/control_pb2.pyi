@@ -39,12 +39,13 @@ class _ReplyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reply.ValueType
     REPLY_FENCED: _Reply.ValueType  # 6
     REPLY_MALFORMED: _Reply.ValueType  # 7
     REPLY_TOO_EARLY: _Reply.ValueType  # 8
-    REPLY_OTHER_VIEW: _Reply.ValueType  # 9
+    REPLY_OTHER_HEAD: _Reply.ValueType  # 9
     REPLY_REPLAYED: _Reply.ValueType  # 10
     REPLY_BARRED: _Reply.ValueType  # 11
     REPLY_DAMAGED: _Reply.ValueType  # 12
     REPLY_BUSY: _Reply.ValueType  # 13
     REPLY_UNREACHED: _Reply.ValueType  # 14
+    REPLY_OLD_COPY: _Reply.ValueType  # 15
 
 class Reply(_Reply, metaclass=_ReplyEnumTypeWrapper): ...
 
@@ -57,12 +58,13 @@ REPLY_STALE: Reply.ValueType  # 5
 REPLY_FENCED: Reply.ValueType  # 6
 REPLY_MALFORMED: Reply.ValueType  # 7
 REPLY_TOO_EARLY: Reply.ValueType  # 8
-REPLY_OTHER_VIEW: Reply.ValueType  # 9
+REPLY_OTHER_HEAD: Reply.ValueType  # 9
 REPLY_REPLAYED: Reply.ValueType  # 10
 REPLY_BARRED: Reply.ValueType  # 11
 REPLY_DAMAGED: Reply.ValueType  # 12
 REPLY_BUSY: Reply.ValueType  # 13
 REPLY_UNREACHED: Reply.ValueType  # 14
+REPLY_OLD_COPY: Reply.ValueType  # 15
 Global___Reply: _TypeAlias = Reply  # noqa: Y015
 
 @_typing.final
@@ -144,8 +146,11 @@ class Envelope(_message.Message):
     CONTRACT_FIELD_NUMBER: _builtins.int
     LINEAGE_FIELD_NUMBER: _builtins.int
     SENDER_FIELD_NUMBER: _builtins.int
-    VIEW_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    BOOT_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    SAVED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     GATHER_FIELD_NUMBER: _builtins.int
@@ -161,16 +166,22 @@ class Envelope(_message.Message):
     GREETING_FIELD_NUMBER: _builtins.int
     INVITE_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
-    """1; a peer refuses every other"""
+    """2; a peer refuses every other"""
     run: _builtins.str
     contract: _builtins.str
     """digest of the sender's contract: SHA-256, hexadecimal"""
     lineage: _builtins.str
     """which founding the sender's chain of commits descends from"""
-    view: _builtins.str
+    head: _builtins.str
     """digest of the commit that the sender stands on; empty before its first"""
     sequence: _builtins.int
-    """counts the messages of one life of the sender, from 1; 0 from an operator"""
+    """counts the messages of one process of the sender, from 1; 0 from an operator"""
+    boot: _builtins.int
+    """the process, by its start"""
+    before: _builtins.int
+    """times that the disk of its life had been written to when the process began"""
+    saved: _builtins.int
+    """and by now"""
     @_builtins.property
     def sender(self) -> Global___Member: ...
     @_builtins.property
@@ -209,8 +220,11 @@ class Envelope(_message.Message):
         contract: _builtins.str = ...,
         lineage: _builtins.str = ...,
         sender: Global___Member | None = ...,
-        view: _builtins.str = ...,
+        head: _builtins.str = ...,
         sequence: _builtins.int = ...,
+        boot: _builtins.int = ...,
+        before: _builtins.int = ...,
+        saved: _builtins.int = ...,
         heartbeat: Global___Heartbeat | None = ...,
         ready: Global___Ready | None = ...,
         gather: Global___Gather | None = ...,
@@ -228,7 +242,7 @@ class Envelope(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accept", b"accept", "begin", b"begin", "body", b"body", "committed", b"committed", "evict", b"evict", "gather", b"gather", "goodbye", b"goodbye", "greeting", b"greeting", "heartbeat", b"heartbeat", "invite", b"invite", "propose", b"propose", "ready", b"ready", "repair", b"repair", "sender", b"sender", "stalled", b"stalled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accept", b"accept", "begin", b"begin", "body", b"body", "committed", b"committed", "contract", b"contract", "evict", b"evict", "gather", b"gather", "goodbye", b"goodbye", "greeting", b"greeting", "heartbeat", b"heartbeat", "invite", b"invite", "lineage", b"lineage", "propose", b"propose", "ready", b"ready", "repair", b"repair", "run", b"run", "sender", b"sender", "sequence", b"sequence", "stalled", b"stalled", "view", b"view", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accept", b"accept", "before", b"before", "begin", b"begin", "body", b"body", "boot", b"boot", "committed", b"committed", "contract", b"contract", "evict", b"evict", "gather", b"gather", "goodbye", b"goodbye", "greeting", b"greeting", "head", b"head", "heartbeat", b"heartbeat", "invite", b"invite", "lineage", b"lineage", "propose", b"propose", "ready", b"ready", "repair", b"repair", "run", b"run", "saved", b"saved", "sender", b"sender", "sequence", b"sequence", "stalled", b"stalled", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["heartbeat", "ready", "gather", "begin", "stalled", "abort", "propose", "accept", "committed", "goodbye", "evict", "repair", "greeting", "invite"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
@@ -346,17 +360,21 @@ class Heartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
-    FOUNDED_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
     JOINING_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
     DEAF_FIELD_NUMBER: _builtins.int
     MOVED_BYTES_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    REACHES_FIELD_NUMBER: _builtins.int
+    STANDS_FIELD_NUMBER: _builtins.int
+    ABSTAINS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """version of the state held; -1: none"""
-    founded: _builtins.bool
-    """the commit of that version is known too"""
+    height: _builtins.int
+    """of the commit that it stands on; -1: on none"""
     joining: _builtins.bool
     """asks to be taken into the view"""
     committed_tokens: _builtins.int
@@ -365,27 +383,41 @@ class Heartbeat(_message.Message):
     """nobody is heard"""
     moved_bytes: _builtins.int
     """received, and taken by others, in rounds of this life"""
+    leaving: _builtins.bool
+    """wants to be left out of the view"""
+    stands: _builtins.int
+    """height of the latest commit that is on its disk; -1: none"""
+    abstains: _builtins.bool
+    """its disk takes no votes"""
     @_builtins.property
     def progress(self) -> Global___Progress: ...
     @_builtins.property
     def forks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fork]:
         """the lineages that led to the sender's, oldest first"""
 
+    @_builtins.property
+    def reaches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """learners that answered it"""
+
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
-        founded: _builtins.bool = ...,
+        height: _builtins.int = ...,
         joining: _builtins.bool = ...,
         progress: Global___Progress | None = ...,
         committed_tokens: _builtins.int = ...,
         forks: _abc.Iterable[Global___Fork] | None = ...,
         deaf: _builtins.bool = ...,
         moved_bytes: _builtins.int = ...,
+        leaving: _builtins.bool = ...,
+        reaches: _abc.Iterable[_builtins.str] | None = ...,
+        stands: _builtins.int = ...,
+        abstains: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens", b"committed_tokens", "deaf", b"deaf", "forks", b"forks", "founded", b"founded", "joining", b"joining", "moved_bytes", b"moved_bytes", "progress", b"progress", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abstains", b"abstains", "committed_tokens", b"committed_tokens", "deaf", b"deaf", "forks", b"forks", "height", b"height", "joining", b"joining", "leaving", b"leaving", "moved_bytes", b"moved_bytes", "progress", b"progress", "reaches", b"reaches", "stands", b"stands", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -424,6 +456,7 @@ class Offer(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     SEND_BPS_FIELD_NUMBER: _builtins.int
+    BOOT_FIELD_NUMBER: _builtins.int
     SLACK_S_FIELD_NUMBER: _builtins.int
     base_version: _builtins.int
     """version whose anchor the pseudo-gradient is measured against"""
@@ -436,6 +469,8 @@ class Offer(_message.Message):
     """the sender's last one"""
     send_bps: _builtins.int
     """how fast others take what the sender sends, bits per second; 0: unknown"""
+    boot: _builtins.int
+    """see Counted"""
     slack_s: _builtins.float
     """for how long the sender has inner steps to do meanwhile; finite"""
     def __init__(
@@ -447,11 +482,12 @@ class Offer(_message.Message):
         blocks: _builtins.int = ...,
         leaving: _builtins.bool = ...,
         send_bps: _builtins.int = ...,
+        boot: _builtins.int = ...,
         slack_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "blocks", b"blocks", "leaving", b"leaving", "send_bps", b"send_bps", "slack_s", b"slack_s", "tokens", b"tokens", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "blocks", b"blocks", "boot", b"boot", "leaving", b"leaving", "send_bps", b"send_bps", "slack_s", b"slack_s", "tokens", b"tokens", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -459,18 +495,17 @@ Global___Offer: _TypeAlias = Offer  # noqa: Y015
 
 @_typing.final
 class Ready(_message.Message):
-    """In all messages below, `version` is the version being made, one above the sender's own."""
+    """In all messages below, `height` is that of the head whose successor is voted on, as `Envelope.head` names it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     ACCEPTED_ATTEMPT_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
-    VOTES_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
+    height: _builtins.int
     attempt: _builtins.int
     state_digest: _builtins.str
     accepted_attempt: _builtins.int
@@ -481,24 +516,19 @@ class Ready(_message.Message):
     def offer(self) -> Global___Offer:
         """absent: votes only"""
 
-    @_builtins.property
-    def votes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """peers that left and gave the sender their vote"""
-
     def __init__(
         self,
         *,
-        version: _builtins.int = ...,
+        height: _builtins.int = ...,
         attempt: _builtins.int = ...,
         offer: Global___Offer | None = ...,
         state_digest: _builtins.str = ...,
         accepted_attempt: _builtins.int = ...,
         accepted: _builtins.bytes | None = ...,
-        votes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted", b"_accepted", "accepted", b"accepted", "offer", b"offer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted", b"_accepted", "accepted", b"accepted", "accepted_attempt", b"accepted_attempt", "attempt", b"attempt", "offer", b"offer", "state_digest", b"state_digest", "version", b"version", "votes", b"votes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted", b"_accepted", "accepted", b"accepted", "accepted_attempt", b"accepted_attempt", "attempt", b"attempt", "height", b"height", "offer", b"offer", "state_digest", b"state_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accepted: _TypeAlias = _typing.Literal["accepted"]  # noqa: Y015
     _WhichOneofArgType__accepted: _TypeAlias = _typing.Literal["_accepted", b"_accepted"]  # noqa: Y015
@@ -510,23 +540,23 @@ Global___Ready: _TypeAlias = Ready  # noqa: Y015
 class Gather(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
+    height: _builtins.int
     attempt: _builtins.int
     reason: _builtins.str
     """for people"""
     def __init__(
         self,
         *,
-        version: _builtins.int = ...,
+        height: _builtins.int = ...,
         attempt: _builtins.int = ...,
         reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "height", b"height", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -541,11 +571,14 @@ class Counted(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    BOOT_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     base_version: _builtins.int
     weight: _builtins.int
     tokens: _builtins.int
     blocks: _builtins.int
+    boot: _builtins.int
+    """the process that trained it, by its start"""
     def __init__(
         self,
         *,
@@ -554,10 +587,11 @@ class Counted(_message.Message):
         weight: _builtins.int = ...,
         tokens: _builtins.int = ...,
         blocks: _builtins.int = ...,
+        boot: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "blocks", b"blocks", "peer", b"peer", "tokens", b"tokens", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "blocks", b"blocks", "boot", b"boot", "peer", b"peer", "tokens", b"tokens", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -593,13 +627,17 @@ Global___Span: _TypeAlias = Span  # noqa: Y015
 class Begin(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     CONTRIBUTORS_FIELD_NUMBER: _builtins.int
     RECEIVERS_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
+    STATE_DIGEST_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    height: _builtins.int
     attempt: _builtins.int
+    state_digest: _builtins.str
+    """of the state on which the contributors measured"""
     @_builtins.property
     def contributors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Counted]:
         """in the order of summation"""
@@ -608,18 +646,24 @@ class Begin(_message.Message):
     def receivers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]: ...
+    @_builtins.property
+    def leaving(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """contributors whose last it is"""
+
     def __init__(
         self,
         *,
-        version: _builtins.int = ...,
+        height: _builtins.int = ...,
         attempt: _builtins.int = ...,
         contributors: _abc.Iterable[Global___Counted] | None = ...,
         receivers: _abc.Iterable[Global___Member] | None = ...,
         spans: _abc.Iterable[Global___Span] | None = ...,
+        state_digest: _builtins.str = ...,
+        leaving: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "contributors", b"contributors", "receivers", b"receivers", "spans", b"spans", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "contributors", b"contributors", "height", b"height", "leaving", b"leaving", "receivers", b"receivers", "spans", b"spans", "state_digest", b"state_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -629,13 +673,13 @@ Global___Begin: _TypeAlias = Begin  # noqa: Y015
 class Stalled(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     OFFENCE_FIELD_NUMBER: _builtins.int
     STILL_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
+    height: _builtins.int
     attempt: _builtins.int
     reason: _builtins.str
     """for people"""
@@ -648,7 +692,7 @@ class Stalled(_message.Message):
     def __init__(
         self,
         *,
-        version: _builtins.int = ...,
+        height: _builtins.int = ...,
         attempt: _builtins.int = ...,
         missing: _abc.Iterable[_builtins.str] | None = ...,
         reason: _builtins.str = ...,
@@ -657,7 +701,7 @@ class Stalled(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "missing", b"missing", "offence", b"offence", "reason", b"reason", "still", b"still", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "height", b"height", "missing", b"missing", "offence", b"offence", "reason", b"reason", "still", b"still"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -667,13 +711,13 @@ Global___Stalled: _TypeAlias = Stalled  # noqa: Y015
 class Repair(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
+    height: _builtins.int
     attempt: _builtins.int
     generation: _builtins.int
     """counts the repairs of an attempt, from 1"""
@@ -690,7 +734,7 @@ class Repair(_message.Message):
     def __init__(
         self,
         *,
-        version: _builtins.int = ...,
+        height: _builtins.int = ...,
         attempt: _builtins.int = ...,
         generation: _builtins.int = ...,
         gone: _abc.Iterable[_builtins.str] | None = ...,
@@ -699,7 +743,7 @@ class Repair(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generation", b"generation", "gone", b"gone", "reason", b"reason", "spans", b"spans", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generation", b"generation", "gone", b"gone", "height", b"height", "reason", b"reason", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -709,12 +753,12 @@ Global___Repair: _TypeAlias = Repair  # noqa: Y015
 class Abort(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     WITHOUT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     OFFENCE_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
+    height: _builtins.int
     attempt: _builtins.int
     reason: _builtins.str
     """for people"""
@@ -725,7 +769,7 @@ class Abort(_message.Message):
     def __init__(
         self,
         *,
-        version: _builtins.int = ...,
+        height: _builtins.int = ...,
         attempt: _builtins.int = ...,
         without: _abc.Iterable[_builtins.str] | None = ...,
         reason: _builtins.str = ...,
@@ -733,7 +777,7 @@ class Abort(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "offence", b"offence", "reason", b"reason", "version", b"version", "without", b"without"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "height", b"height", "offence", b"offence", "reason", b"reason", "without", b"without"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -743,23 +787,30 @@ Global___Abort: _TypeAlias = Abort  # noqa: Y015
 class Propose(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
+    REDUCTION_HEIGHT_FIELD_NUMBER: _builtins.int
+    REDUCTION_ATTEMPT_FIELD_NUMBER: _builtins.int
+    height: _builtins.int
     attempt: _builtins.int
     commit: _builtins.bytes
     """here and below: SHA-256 of its canonical JSON (32 bytes), then that JSON"""
+    reduction_height: _builtins.int
+    """the reduction that made the mean; -1: not known"""
+    reduction_attempt: _builtins.int
     def __init__(
         self,
         *,
-        version: _builtins.int = ...,
+        height: _builtins.int = ...,
         attempt: _builtins.int = ...,
         commit: _builtins.bytes = ...,
+        reduction_height: _builtins.int = ...,
+        reduction_attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "commit", b"commit", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "commit", b"commit", "height", b"height", "reduction_attempt", b"reduction_attempt", "reduction_height", b"reduction_height"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -769,27 +820,23 @@ Global___Propose: _TypeAlias = Propose  # noqa: Y015
 class Accept(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    VERSION_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     COMMIT_DIGEST_FIELD_NUMBER: _builtins.int
-    VOTES_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
+    height: _builtins.int
     attempt: _builtins.int
     commit_digest: _builtins.str
     """SHA-256 of the commit's canonical JSON, hexadecimal"""
-    @_builtins.property
-    def votes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
-        version: _builtins.int = ...,
+        height: _builtins.int = ...,
         attempt: _builtins.int = ...,
         commit_digest: _builtins.str = ...,
-        votes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "commit_digest", b"commit_digest", "version", b"version", "votes", b"votes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "commit_digest", b"commit_digest", "height", b"height"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -816,43 +863,18 @@ Global___Committed: _TypeAlias = Committed  # noqa: Y015
 
 @_typing.final
 class Goodbye(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+    """The sender goes now."""
 
-    VERSION_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    HEIR_FIELD_NUMBER: _builtins.int
-    VOTES_FIELD_NUMBER: _builtins.int
-    ACCEPTED_ATTEMPT_FIELD_NUMBER: _builtins.int
-    ACCEPTED_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
-    attempt: _builtins.int
-    heir: _builtins.str
-    """who votes for the sender from now on; empty: nobody"""
-    accepted_attempt: _builtins.int
-    """-1: none"""
-    accepted: _builtins.bytes
-    """a commit; binds the heir"""
-    @_builtins.property
-    def votes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """peers that had given the sender their vote; they go to the same heir"""
+    DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
         self,
-        *,
-        version: _builtins.int = ...,
-        attempt: _builtins.int = ...,
-        heir: _builtins.str = ...,
-        votes: _abc.Iterable[_builtins.str] | None = ...,
-        accepted_attempt: _builtins.int = ...,
-        accepted: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted", b"_accepted", "accepted", b"accepted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted", b"_accepted", "accepted", b"accepted", "accepted_attempt", b"accepted_attempt", "attempt", b"attempt", "heir", b"heir", "version", b"version", "votes", b"votes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__accepted: _TypeAlias = _typing.Literal["accepted"]  # noqa: Y015
-    _WhichOneofArgType__accepted: _TypeAlias = _typing.Literal["_accepted", b"_accepted"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__accepted) -> _WhichOneofReturnType__accepted | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Goodbye: _TypeAlias = Goodbye  # noqa: Y015
 

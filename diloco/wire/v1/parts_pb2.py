@@ -25,37 +25,37 @@ _sym_db = _symbol_database.Default()
 from diloco.wire.v1 import control_pb2 as diloco_dot_wire_dot_v1_dot_control__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64iloco/wire/v1/parts.proto\x12\x0e\x64iloco.wire.v1\x1a\x1c\x64iloco/wire/v1/control.proto\"m\n\x05\x43hunk\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x12\n\npart_bytes\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\x12\x0f\n\x07omitted\x18\x06 \x03(\r\"/\n\x06\x43hunks\x12%\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x15.diloco.wire.v1.Chunk\"\x83\x02\n\x0cStreamHeader\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x10\n\x08\x63ontract\x18\x03 \x01(\t\x12\x0f\n\x07lineage\x18\x04 \x01(\t\x12&\n\x06sender\x18\x05 \x01(\x0b\x32\x16.diloco.wire.v1.Member\x12\"\n\x04kind\x18\x06 \x01(\x0e\x32\x14.diloco.wire.v1.Kind\x12\x0f\n\x07version\x18\x07 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\x04\x12\x12\n\ngeneration\x18\t \x01(\x04\x12+\n\x05known\x18\n \x03(\x0b\x32\x1c.diloco.wire.v1.Acquaintance\"w\n\x10SendPartsRequest\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.diloco.wire.v1.StreamHeaderH\x00\x12(\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x16.diloco.wire.v1.ChunksH\x00\x42\t\n\x07\x63ontent\"a\n\x0eSendPartsReply\x12\x15\n\x0btaken_bytes\x18\x01 \x01(\x04H\x00\x12-\n\x05reply\x18\x02 \x01(\x0b\x32\x1c.diloco.wire.v1.DeliverReplyH\x00\x42\t\n\x07\x63ontent\"$\n\x13\x46\x65tchCommitsRequest\x12\r\n\x05since\x18\x01 \x01(\x03\"x\n\x11\x46\x65tchCommitsReply\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.diloco.wire.v1.CommitHeaderH\x00\x12(\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x16.diloco.wire.v1.ChunksH\x00\x42\t\n\x07\x63ontent\"-\n\x0c\x43ommitHeader\x12\x0e\n\x06\x63ommit\x18\x01 \x01(\x0c\x12\r\n\x05parts\x18\x02 \x01(\r\"\'\n\x10\x46\x65tchMeanRequest\x12\x13\n\x0bmean_digest\x18\x01 \x01(\t\"V\n\x0e\x46\x65tchMeanReply\x12\x0f\n\x05parts\x18\x01 \x01(\rH\x00\x12(\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x16.diloco.wire.v1.ChunksH\x00\x42\t\n\x07\x63ontent\"3\n\x11\x46\x65tchStateRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x02 \x03(\r\"9\n\x0f\x46\x65tchStateReply\x12&\n\x06\x63hunks\x18\x01 \x01(\x0b\x32\x16.diloco.wire.v1.Chunks*e\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11KIND_CONTRIBUTION\x10\x01\x12\r\n\tKIND_MEAN\x10\x02\x12\x10\n\x0cKIND_WEIGHTS\x10\x03\x12\x0f\n\x0bKIND_ANSWER\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64iloco/wire/v1/parts.proto\x12\x0e\x64iloco.wire.v1\x1a\x1c\x64iloco/wire/v1/control.proto\"m\n\x05\x43hunk\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x12\n\npart_bytes\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\x12\x0f\n\x07omitted\x18\x06 \x03(\r\"/\n\x06\x43hunks\x12%\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x15.diloco.wire.v1.Chunk\"\x82\x02\n\x0cStreamHeader\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x10\n\x08\x63ontract\x18\x03 \x01(\t\x12\x0f\n\x07lineage\x18\x04 \x01(\t\x12&\n\x06sender\x18\x05 \x01(\x0b\x32\x16.diloco.wire.v1.Member\x12\"\n\x04kind\x18\x06 \x01(\x0e\x32\x14.diloco.wire.v1.Kind\x12\x0e\n\x06height\x18\x07 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\x04\x12\x12\n\ngeneration\x18\t \x01(\x04\x12+\n\x05known\x18\n \x03(\x0b\x32\x1c.diloco.wire.v1.Acquaintance\"w\n\x10SendPartsRequest\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.diloco.wire.v1.StreamHeaderH\x00\x12(\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x16.diloco.wire.v1.ChunksH\x00\x42\t\n\x07\x63ontent\"a\n\x0eSendPartsReply\x12\x15\n\x0btaken_bytes\x18\x01 \x01(\x04H\x00\x12-\n\x05reply\x18\x02 \x01(\x0b\x32\x1c.diloco.wire.v1.DeliverReplyH\x00\x42\t\n\x07\x63ontent\"$\n\x13\x46\x65tchCommitsRequest\x12\r\n\x05since\x18\x01 \x01(\x03\"x\n\x11\x46\x65tchCommitsReply\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.diloco.wire.v1.CommitHeaderH\x00\x12(\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x16.diloco.wire.v1.ChunksH\x00\x42\t\n\x07\x63ontent\"-\n\x0c\x43ommitHeader\x12\x0e\n\x06\x63ommit\x18\x01 \x01(\x0c\x12\r\n\x05parts\x18\x02 \x01(\r\"\'\n\x10\x46\x65tchMeanRequest\x12\x13\n\x0bmean_digest\x18\x01 \x01(\t\"V\n\x0e\x46\x65tchMeanReply\x12\x0f\n\x05parts\x18\x01 \x01(\rH\x00\x12(\n\x06\x63hunks\x18\x02 \x01(\x0b\x32\x16.diloco.wire.v1.ChunksH\x00\x42\t\n\x07\x63ontent\"3\n\x11\x46\x65tchStateRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x02 \x03(\r\"9\n\x0f\x46\x65tchStateReply\x12&\n\x06\x63hunks\x18\x01 \x01(\x0b\x32\x16.diloco.wire.v1.Chunks*e\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11KIND_CONTRIBUTION\x10\x01\x12\r\n\tKIND_MEAN\x10\x02\x12\x10\n\x0cKIND_WEIGHTS\x10\x03\x12\x0f\n\x0bKIND_ANSWER\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diloco.wire.v1.parts_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KIND']._serialized_start=1166
-  _globals['_KIND']._serialized_end=1267
+  _globals['_KIND']._serialized_start=1165
+  _globals['_KIND']._serialized_end=1266
   _globals['_CHUNK']._serialized_start=76
   _globals['_CHUNK']._serialized_end=185
   _globals['_CHUNKS']._serialized_start=187
   _globals['_CHUNKS']._serialized_end=234
   _globals['_STREAMHEADER']._serialized_start=237
-  _globals['_STREAMHEADER']._serialized_end=496
-  _globals['_SENDPARTSREQUEST']._serialized_start=498
-  _globals['_SENDPARTSREQUEST']._serialized_end=617
-  _globals['_SENDPARTSREPLY']._serialized_start=619
-  _globals['_SENDPARTSREPLY']._serialized_end=716
-  _globals['_FETCHCOMMITSREQUEST']._serialized_start=718
-  _globals['_FETCHCOMMITSREQUEST']._serialized_end=754
-  _globals['_FETCHCOMMITSREPLY']._serialized_start=756
-  _globals['_FETCHCOMMITSREPLY']._serialized_end=876
-  _globals['_COMMITHEADER']._serialized_start=878
-  _globals['_COMMITHEADER']._serialized_end=923
-  _globals['_FETCHMEANREQUEST']._serialized_start=925
-  _globals['_FETCHMEANREQUEST']._serialized_end=964
-  _globals['_FETCHMEANREPLY']._serialized_start=966
-  _globals['_FETCHMEANREPLY']._serialized_end=1052
-  _globals['_FETCHSTATEREQUEST']._serialized_start=1054
-  _globals['_FETCHSTATEREQUEST']._serialized_end=1105
-  _globals['_FETCHSTATEREPLY']._serialized_start=1107
-  _globals['_FETCHSTATEREPLY']._serialized_end=1164
+  _globals['_STREAMHEADER']._serialized_end=495
+  _globals['_SENDPARTSREQUEST']._serialized_start=497
+  _globals['_SENDPARTSREQUEST']._serialized_end=616
+  _globals['_SENDPARTSREPLY']._serialized_start=618
+  _globals['_SENDPARTSREPLY']._serialized_end=715
+  _globals['_FETCHCOMMITSREQUEST']._serialized_start=717
+  _globals['_FETCHCOMMITSREQUEST']._serialized_end=753
+  _globals['_FETCHCOMMITSREPLY']._serialized_start=755
+  _globals['_FETCHCOMMITSREPLY']._serialized_end=875
+  _globals['_COMMITHEADER']._serialized_start=877
+  _globals['_COMMITHEADER']._serialized_end=922
+  _globals['_FETCHMEANREQUEST']._serialized_start=924
+  _globals['_FETCHMEANREQUEST']._serialized_end=963
+  _globals['_FETCHMEANREPLY']._serialized_start=965
+  _globals['_FETCHMEANREPLY']._serialized_end=1051
+  _globals['_FETCHSTATEREQUEST']._serialized_start=1053
+  _globals['_FETCHSTATEREQUEST']._serialized_end=1104
+  _globals['_FETCHSTATEREPLY']._serialized_start=1106
+  _globals['_FETCHSTATEREPLY']._serialized_end=1163
 # @@protoc_insertion_point(module_scope)

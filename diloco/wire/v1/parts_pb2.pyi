@@ -129,19 +129,19 @@ class StreamHeader(_message.Message):
     LINEAGE_FIELD_NUMBER: _builtins.int
     SENDER_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     KNOWN_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
-    """1; a peer refuses every other"""
+    """2; a peer refuses every other"""
     run: _builtins.str
     contract: _builtins.str
     """digest of the sender's contract"""
     lineage: _builtins.str
     kind: Global___Kind.ValueType
-    version: _builtins.int
-    """the version being made; of a swap, its number"""
+    height: _builtins.int
+    """with attempt: the reduction that the parts are of; of a swap, its number"""
     attempt: _builtins.int
     generation: _builtins.int
     """repairs that the receiver must know of before it takes these parts"""
@@ -160,14 +160,14 @@ class StreamHeader(_message.Message):
         lineage: _builtins.str = ...,
         sender: _control_pb2.Member | None = ...,
         kind: Global___Kind.ValueType = ...,
-        version: _builtins.int = ...,
+        height: _builtins.int = ...,
         attempt: _builtins.int = ...,
         generation: _builtins.int = ...,
         known: _abc.Iterable[_control_pb2.Acquaintance] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "contract", b"contract", "generation", b"generation", "kind", b"kind", "known", b"known", "lineage", b"lineage", "run", b"run", "sender", b"sender", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "contract", b"contract", "generation", b"generation", "height", b"height", "kind", b"kind", "known", b"known", "lineage", b"lineage", "run", b"run", "sender", b"sender", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -237,7 +237,7 @@ class FetchCommitsRequest(_message.Message):
 
     SINCE_FIELD_NUMBER: _builtins.int
     since: _builtins.int
-    """the commits after this version; -1: from the founding"""
+    """the commits after this height; -1: from the founding"""
     def __init__(
         self,
         *,

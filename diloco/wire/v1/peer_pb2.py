@@ -26,7 +26,7 @@ from diloco.wire.v1 import control_pb2 as diloco_dot_wire_dot_v1_dot_control__pb
 from diloco.wire.v1 import parts_pb2 as diloco_dot_wire_dot_v1_dot_parts__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64iloco/wire/v1/peer.proto\x12\x0e\x64iloco.wire.v1\x1a\x1c\x64iloco/wire/v1/control.proto\x1a\x1a\x64iloco/wire/v1/parts.proto\"$\n\x0cHelloRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\"\x8f\x02\n\x07Welcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x10\n\x08\x63ontract\x18\x02 \x01(\x0c\x12\x0f\n\x07lineage\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0f\n\x07\x66ounded\x18\x05 \x01(\x08\x12\'\n\x07members\x18\x06 \x03(\x0b\x32\x16.diloco.wire.v1.Member\x12\x11\n\tdirectory\x18\x07 \x03(\t\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\t \x01(\t\x12#\n\x05\x66orks\x18\n \x03(\x0b\x32\x14.diloco.wire.v1.Fork\x12*\n\x07process\x18\x0b \x01(\x0b\x32\x19.diloco.wire.v1.ProcessId\"&\n\x16\x46\x65tchStateOfferRequest\x12\x0c\n\x04have\x18\x01 \x01(\t\"r\n\nStateOffer\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x13\n\x06\x63ommit\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\r\n\x05steps\x18\x04 \x03(\x04\x12\x14\n\x0c\x63hunk_hashes\x18\x05 \x03(\x0c\x42\t\n\x07_commit\"\x0e\n\x0cLanesRequest\"\x1f\n\nLanesReply\x12\x11\n\taddresses\x18\x01 \x03(\t\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t2\xb9\x05\n\x04Peer\x12>\n\x05Hello\x12\x1c.diloco.wire.v1.HelloRequest\x1a\x17.diloco.wire.v1.Welcome\x12?\n\x07\x44\x65liver\x12\x16.diloco.wire.v1.Sealed\x1a\x1c.diloco.wire.v1.DeliverReply\x12Q\n\tSendParts\x12 .diloco.wire.v1.SendPartsRequest\x1a\x1e.diloco.wire.v1.SendPartsReply(\x01\x30\x01\x12X\n\x0c\x46\x65tchCommits\x12#.diloco.wire.v1.FetchCommitsRequest\x1a!.diloco.wire.v1.FetchCommitsReply0\x01\x12O\n\tFetchMean\x12 .diloco.wire.v1.FetchMeanRequest\x1a\x1e.diloco.wire.v1.FetchMeanReply0\x01\x12U\n\x0f\x46\x65tchStateOffer\x12&.diloco.wire.v1.FetchStateOfferRequest\x1a\x1a.diloco.wire.v1.StateOffer\x12R\n\nFetchState\x12!.diloco.wire.v1.FetchStateRequest\x1a\x1f.diloco.wire.v1.FetchStateReply0\x01\x12\x41\n\x05Lanes\x12\x1c.diloco.wire.v1.LanesRequest\x1a\x1a.diloco.wire.v1.LanesReply\x12\x44\n\x06Status\x12\x1d.diloco.wire.v1.StatusRequest\x1a\x1b.diloco.wire.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64iloco/wire/v1/peer.proto\x12\x0e\x64iloco.wire.v1\x1a\x1c\x64iloco/wire/v1/control.proto\x1a\x1a\x64iloco/wire/v1/parts.proto\"$\n\x0cHelloRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\"\x9d\x02\n\x07Welcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x10\n\x08\x63ontract\x18\x02 \x01(\x0c\x12\x0f\n\x07lineage\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0f\n\x07\x66ounded\x18\x05 \x01(\x08\x12\'\n\x07members\x18\x06 \x03(\x0b\x32\x16.diloco.wire.v1.Member\x12\x11\n\tdirectory\x18\x07 \x03(\t\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\t \x01(\t\x12#\n\x05\x66orks\x18\n \x03(\x0b\x32\x14.diloco.wire.v1.Fork\x12*\n\x07process\x18\x0b \x01(\x0b\x32\x19.diloco.wire.v1.ProcessId\x12\x0c\n\x04\x62oot\x18\x0c \x01(\x04\"&\n\x16\x46\x65tchStateOfferRequest\x12\x0c\n\x04have\x18\x01 \x01(\t\"r\n\nStateOffer\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x13\n\x06\x63ommit\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\r\n\x05steps\x18\x04 \x03(\x04\x12\x14\n\x0c\x63hunk_hashes\x18\x05 \x03(\x0c\x42\t\n\x07_commit\"\x0e\n\x0cLanesRequest\"\x1f\n\nLanesReply\x12\x11\n\taddresses\x18\x01 \x03(\t\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t2\xb9\x05\n\x04Peer\x12>\n\x05Hello\x12\x1c.diloco.wire.v1.HelloRequest\x1a\x17.diloco.wire.v1.Welcome\x12?\n\x07\x44\x65liver\x12\x16.diloco.wire.v1.Sealed\x1a\x1c.diloco.wire.v1.DeliverReply\x12Q\n\tSendParts\x12 .diloco.wire.v1.SendPartsRequest\x1a\x1e.diloco.wire.v1.SendPartsReply(\x01\x30\x01\x12X\n\x0c\x46\x65tchCommits\x12#.diloco.wire.v1.FetchCommitsRequest\x1a!.diloco.wire.v1.FetchCommitsReply0\x01\x12O\n\tFetchMean\x12 .diloco.wire.v1.FetchMeanRequest\x1a\x1e.diloco.wire.v1.FetchMeanReply0\x01\x12U\n\x0f\x46\x65tchStateOffer\x12&.diloco.wire.v1.FetchStateOfferRequest\x1a\x1a.diloco.wire.v1.StateOffer\x12R\n\nFetchState\x12!.diloco.wire.v1.FetchStateRequest\x1a\x1f.diloco.wire.v1.FetchStateReply0\x01\x12\x41\n\x05Lanes\x12\x1c.diloco.wire.v1.LanesRequest\x1a\x1a.diloco.wire.v1.LanesReply\x12\x44\n\x06Status\x12\x1d.diloco.wire.v1.StatusRequest\x1a\x1b.diloco.wire.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,19 +36,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLOREQUEST']._serialized_start=103
   _globals['_HELLOREQUEST']._serialized_end=139
   _globals['_WELCOME']._serialized_start=142
-  _globals['_WELCOME']._serialized_end=413
-  _globals['_FETCHSTATEOFFERREQUEST']._serialized_start=415
-  _globals['_FETCHSTATEOFFERREQUEST']._serialized_end=453
-  _globals['_STATEOFFER']._serialized_start=455
-  _globals['_STATEOFFER']._serialized_end=569
-  _globals['_LANESREQUEST']._serialized_start=571
-  _globals['_LANESREQUEST']._serialized_end=585
-  _globals['_LANESREPLY']._serialized_start=587
-  _globals['_LANESREPLY']._serialized_end=618
-  _globals['_STATUSREQUEST']._serialized_start=620
-  _globals['_STATUSREQUEST']._serialized_end=635
-  _globals['_STATUSREPLY']._serialized_start=637
-  _globals['_STATUSREPLY']._serialized_end=664
-  _globals['_PEER']._serialized_start=667
-  _globals['_PEER']._serialized_end=1364
+  _globals['_WELCOME']._serialized_end=427
+  _globals['_FETCHSTATEOFFERREQUEST']._serialized_start=429
+  _globals['_FETCHSTATEOFFERREQUEST']._serialized_end=467
+  _globals['_STATEOFFER']._serialized_start=469
+  _globals['_STATEOFFER']._serialized_end=583
+  _globals['_LANESREQUEST']._serialized_start=585
+  _globals['_LANESREQUEST']._serialized_end=599
+  _globals['_LANESREPLY']._serialized_start=601
+  _globals['_LANESREPLY']._serialized_end=632
+  _globals['_STATUSREQUEST']._serialized_start=634
+  _globals['_STATUSREQUEST']._serialized_end=649
+  _globals['_STATUSREPLY']._serialized_start=651
+  _globals['_STATUSREPLY']._serialized_end=678
+  _globals['_PEER']._serialized_start=681
+  _globals['_PEER']._serialized_end=1378
 # @@protoc_insertion_point(module_scope)

@@ -54,6 +54,7 @@ class Welcome(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
+    BOOT_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
     contract: _builtins.bytes
     """canonical JSON"""
@@ -65,6 +66,8 @@ class Welcome(_message.Message):
     """digest of the canonical layout: parameter names, shapes, fragments, parts"""
     data: _builtins.str
     """fingerprint of the training data; empty when each peer has its own"""
+    boot: _builtins.int
+    """the start of that process, see Counted"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[_control_pb2.Member]:
         """who answers, first, and the others"""
@@ -95,10 +98,11 @@ class Welcome(_message.Message):
         data: _builtins.str = ...,
         forks: _abc.Iterable[_control_pb2.Fork] | None = ...,
         process: _control_pb2.ProcessId | None = ...,
+        boot: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "data", b"data", "directory", b"directory", "forks", b"forks", "founded", b"founded", "layout", b"layout", "lineage", b"lineage", "members", b"members", "process", b"process", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "contract", b"contract", "data", b"data", "directory", b"directory", "forks", b"forks", "founded", b"founded", "layout", b"layout", "lineage", b"lineage", "members", b"members", "process", b"process", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,20 +56,21 @@ class SimulatedAftermath:
 
     def _check_opened(self, books: Sequence[Book]) -> None:
         """I2: each simulated life of which a disk must have a record is in a ledger."""
-        opened = {(book.peer, life.opening["incarnation"]) for book in books for life in book.lives}
+        opened = {(book.peer, life.opening["boot"]) for book in books for life in book.lives}
         for process in self.world.machines.processes() if self.world.keeps_disks else ():
             progress = process.progress
             if progress is None or not process.records.kept or process.records.rolled_back:
                 continue
-            if (process.name, progress.journal.opening.incarnation) not in opened:
+            if (process.name, progress.journal.opening.boot) not in opened:
                 raise Violation("I2", f"no ledger tells that a life of {process.name} began")
 
     def _check_totals(self, book: Book, life: RecordedLife) -> None:
         """I2: a simulated life's ledger has the totals that were counted apart, record by record, and lacks none that
         was on the disk for certain."""
-        lives = self.world.machines.lives_of(book.peer, int(life.opening["incarnation"]))
-        lives = [one for one in lives if one.progress is not None]
-        counted = [one.progress.booked for one in lives if one.progress is not None]
+        name = book.peer, life.opening["boot"]
+        known = [(one, one.progress) for one in self.world.machines.processes() if one.progress is not None]
+        found = [(one, true) for one, true in known if (one.name, true.journal.opening.boot) == name]
+        lives, counted = [one for one, _ in found], [true.booked for _, true in found]
         covered = [number for number in (_covered(life, true) for true in counted) if number is not None]
         if not covered:
             raise Violation("I2", f"the ledger of {book.peer} has totals that were not so: {life.records[-1].totals}")
@@ -131,7 +132,8 @@ class SimulatedAftermath:
         after = {commits[digest].previous: commits[digest] for digest in chain}
         kept = set(chain)
         for digest, closed in commits.items():
-            if digest in kept or closed.version > head.version:
+            later = closed.lineage == head.lineage and closed.height > head.height
+            if digest in kept or later or closed.version > head.version:
                 continue
             branch = closed
             while branch.previous in commits and branch.previous not in kept:
@@ -147,10 +149,10 @@ class SimulatedAftermath:
         if invariants.lost_with_the_dead(branch.digest):
             return True
         if self.world.plan.without_majority == "continue":
-            forks = [commit for commit in (branch, kept) if commit is not None and commit.fragment < 0]
+            forks = [commit for commit in (branch, kept) if commit is not None and commit.founds]
             if forks:
                 return invariants.abandoned(branch.digest)
-        if kept is None or kept.fragment >= 0 or kept.lineage not in invariants.refounded:
+        if kept is None or not kept.founds or kept.lineage not in invariants.refounded:
             return False
         return invariants.refounded[kept.lineage] in (None, kept.previous)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
+from diloco.simulate.virtual.oracle.ballots import voters
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.plans.setup import SUSPECT_S
 
@@ -58,15 +59,14 @@ class SimulatedApart:
 
     def _has_majority(self, host: SimulatedProcess, hearing: Hearing, commit: Commit) -> bool:
         """Whether those heard lately have the votes that decide after a commit."""
-        names = {member.peer for member in commit.view}
         heard = {
             member.peer
-            for member in commit.view
+            for member in commit.voting
             if member not in hearing.unreachable
             and host.now - hearing.at_s.get(member, -math.inf) < SUSPECT_S - SLACK_S
         }
         ballots = self.world.invariants.ballots
-        return len(ballots.held_by(heard | {host.name}) & names) >= ballots.needed(host, commit)
+        return len((heard | {host.name}) & voters(commit)) >= ballots.needed(host, commit)
 
     def founds(self, host: SimulatedProcess, commit: Commit) -> None:
         """Check that a lineage apart is founded by the first that lives, after its patience without a majority."""
@@ -74,6 +74,8 @@ class SimulatedApart:
         if trainers[0].peer != host.name:
             raise Violation("I8", f"{host.name} founds a lineage in place of {trainers[0].peer}")
         after_s = self.world.setup.rules.continue_after_s or 0.0
+        if commit.evicted:
+            return
         if host.now - self._hearings.setdefault(host.life, Hearing()).majority_s < after_s - SLACK_S:
             raise Violation("I8", f"{host.name} founds a lineage, and heard a majority less than {after_s:g} s ago")
 

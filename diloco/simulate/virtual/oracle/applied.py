@@ -191,7 +191,7 @@ class SimulatedSteps:
         """A simulated peer offers no state of a lineage that ended: nobody takes one, and it stays for ever. It keeps
         no more versions than it has to, or than fit in the memory of one state."""
         archive: Any = self._exchange.archive
-        kept = archive.backlog.after(-1)
+        kept = [closed for closed in archive.backlog.after(-1) if closed.commit.moves]
         room = sum(buffer.nbytes for _, buffer in self._line.state.buffers())
         if len(kept) > self._process.world.setup.rules.backlog_versions:
             size = sum(len(part) for closed in kept for part in closed.parts)

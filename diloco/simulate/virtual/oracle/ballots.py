@@ -6,10 +6,11 @@ messages. What each of them says is seen here, also what nobody ever receives.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.promise import quorum
@@ -39,8 +40,6 @@ class SimulatedBallots:
         self._led: set[tuple[str, int]] = set()
         """Attempts in which something was proposed."""
         self._votes: dict[str, dict[Ballot, set[str]]] = {}
-        self._leavers: dict[str, set[str]] = {}
-        """Leavers whose votes a member may hold, besides its own."""
         self._decided: set[str] = set()
         self._since: dict[tuple[int, int, str], float] = {}
         """When, by its own clock, a life of a coordinator first had a ballot."""
@@ -49,19 +48,17 @@ class SimulatedBallots:
         self._chosen: dict[str, Ballot] = {}
         """The first that had the votes of a majority, whether or not anybody knew."""
 
-    def on_effect(self, host: SimulatedProcess, effect: m.Effect) -> None:
+    def on_effect(self, host: SimulatedProcess, effect: fx.Effect) -> None:
         """Check what a simulated peer is about to send against the rules of the vote."""
         match effect:
-            case m.Send(_, m.Envelope(body=m.Ready() as ready) as envelope):
+            case fx.Send(_, m.Envelope(body=m.Ready() as ready) as envelope):
                 self._promise(envelope, ready)
-            case m.Send(to, m.Envelope(body=m.Propose() as propose)):
+            case fx.Send(to, m.Envelope(body=m.Propose() as propose)):
                 self._ask(host, to, propose)
                 self._propose(host, propose)
-            case m.Send(_, m.Envelope(body=m.Accept() as accept)):
+            case fx.Send(_, m.Envelope(body=m.Accept() as accept)):
                 self._accept(host, accept)
-            case m.Send(_, m.Envelope(body=m.Goodbye() as goodbye)):
-                self._leavers.setdefault(goodbye.heir, set()).update((host.name, *goodbye.votes))
-            case m.Send(_, m.Envelope(body=m.Committed(commit))) | m.Close(commit):
+            case fx.Send(_, m.Envelope(body=m.Committed(commit))) | fx.Close(commit):
                 self._decide(host, commit)
 
     def on_machine(self, host: SimulatedProcess) -> None:
@@ -73,61 +70,54 @@ class SimulatedBallots:
         commit, ballot = tally.proposal, (tally.attempt, tally.proposal.digest)
         self._since.setdefault((host.life, *ballot), host.now)
         if machine.me.peer in tally.accepts:
-            self._vote(host, tally.attempt, commit, tally.accepts[machine.me.peer])
+            self._vote(host, tally.attempt, commit)
             self._check_last(host, commit, ballot)
-        uncast = tally.votes() - self._votes.get(commit.previous, {}).get(ballot, set())
+        uncast = tally.accepts.keys() - self._votes.get(commit.previous, {}).get(ballot, set())
         if uncast:
             names = ", ".join(sorted(uncast))
             raise Violation("I1", f"{host.name} counts a vote of {names} for {_name(commit, tally.attempt)}, not cast")
 
-    def accepted_by(self, previous: str, voters: set[str]) -> list[Commit]:
+    def accepted_by(self, previous: str, peers: set[str]) -> list[Commit]:
         """Commits after the one with digest `previous` that one of these voters accepted last."""
         last: dict[str, Ballot] = {}
         for ballot, cast in self._votes.get(previous, {}).items():
-            for voter in cast & voters:
+            for voter in cast & peers:
                 last[voter] = max(last.get(voter, ballot), ballot)
         return [self._proposed[digest] for digest in {digest for _, digest in last.values()}]
 
     def closed(self, host: SimulatedProcess, commit: Commit) -> None:
         """Note that a commit had its majority in the simulation. A coordinator with all votes proposes to nobody."""
-        if commit.fragment >= 0:
+        if not commit.founds:
             attempt = self._attempt.get(commit.digest, host.machine.attempts - 1)
             self._chosen.setdefault(commit.previous, (attempt, commit.digest))
 
     def _decide(self, host: SimulatedProcess, commit: Commit) -> None:
         """Check a simulated coordinator that decides a version: it has the votes needed, its own among them."""
         before = self.world.invariants.commits.get(commit.previous)
-        if before is None or commit.fragment < 0 or commit.digest in self._decided:
+        if before is None or commit.founds or commit.digest in self._decided:
             return
         self._decided.add(commit.digest)
-        members = {member.peer for member in before.view}
-        mine = self.held_by({host.name})
+        members, mine = voters(before), {host.name}
         ballots = self._votes.get(commit.previous, {})
-        cast = [voters for (_, digest), voters in ballots.items() if digest == commit.digest]
-        votes = max((len((voters | mine) & members) for voters in cast), default=len(mine & members))
+        cast = [cast for (_, digest), cast in ballots.items() if digest == commit.digest]
+        votes = max((len((one | mine) & members) for one in cast), default=len(mine & members))
         needed = self.needed(host, before)
         if votes < needed:
             raise Violation("I1", f"{host.name} decides version {commit.version} with {votes} votes of {needed}")
-        if not host.holds_mean(commit.mean_digest):
+        if commit.moves and not host.holds_mean(commit.mean_digest):
             raise Violation("I5", f"{host.name} decides version {commit.version} without its mean")
 
     def needed(self, host: SimulatedProcess, before: Commit) -> int:
         """Votes that decide after a commit, by the deaths that were proven to a simulated peer."""
-        members = {member.peer for member in before.view}
-        gone = self.world.machines.proved(host, before.view)
-        evicted = {one.peer for one in before.view if (one.peer, one.incarnation) in self.world.promise.evicted}
-        needed = quorum(len(members), len(gone | evicted))
-        return min(needed, len(members - gone - evicted)) if evicted else needed
-
-    def held_by(self, peers: Collection[str]) -> set[str]:
-        """Votes that some peers have: their own, and those of leavers who named one of them as their heir."""
-        return set(peers).union(*(self._leavers.get(peer, ()) for peer in peers))
+        members = voters(before)
+        gone = self.world.machines.proved(host, before.voting)
+        return quorum(len(members), len(gone))
 
     def _check_last(self, host: SimulatedProcess, commit: Commit, ballot: Ballot) -> None:
         """Check that a simulated coordinator votes last, when its vote decides."""
         before = self.world.invariants.commits.get(commit.previous)
         cast = self._votes.get(commit.previous, {}).get(ballot, set())
-        if before is None or len(cast & {member.peer for member in before.view}) >= self.needed(host, before):
+        if before is None or not commit.moves or len(cast & voters(before)) >= self.needed(host, before):
             return
         if not host.holds_mean(commit.mean_digest):
             raise Violation("I5", f"{host.name} accepts {_name(commit, ballot[0])} without its mean")
@@ -135,18 +125,18 @@ class SimulatedBallots:
 
     def _promise(self, envelope: m.Envelope, ready: m.Ready) -> None:
         """Note a simulated promise, by the commit under it: its sender may just have founded a lineage."""
-        me, before = envelope.sender, envelope.view
+        me, before = envelope.sender, envelope.head
         if before:
             key = me.peer, me.incarnation, before
             self._promised[key] = max(self._promised.get(key, 0), ready.attempt)
-            self._promisers.setdefault((before, ready.attempt), set()).update((me.peer, *ready.votes))
+            self._promisers.setdefault((before, ready.attempt), set()).add(me.peer)
 
     def _ask(self, host: SimulatedProcess, to: Member, propose: m.Propose) -> None:
         """Check that a simulated witness is asked last: it holds no mean, and the mean must live on (I5)."""
         commit, ballot = propose.commit, (propose.attempt, propose.commit.digest)
         since_s = self._since.setdefault((host.life, *ballot), host.now)
         before = self.world.invariants.commits.get(commit.previous)
-        if before is None or not to.witness or (to, *ballot) in self._asked:
+        if before is None or not (to.witness and commit.moves) or (to, *ballot) in self._asked:
             return
         self._asked.add((to, *ballot))
         cast = self._votes.get(commit.previous, {}).get(ballot, set())
@@ -176,15 +166,18 @@ class SimulatedBallots:
         """Check a simulated later attempt's first proposal: enough promised it; it is the last accepted, if any."""
         commit, tally = propose.commit, host.machine._coordinator._tally
         before = self.world.invariants.commits[commit.previous]
-        promised = self._promisers.get((commit.previous, propose.attempt), set()) | self.held_by({host.name})
-        promised &= {member.peer for member in before.view}
+        promised = self._promisers.get((commit.previous, propose.attempt), set()) | {host.name}
+        promised &= voters(before)
         if len(promised) < self.needed(host, before):
             what = f"proposes {_name(commit, propose.attempt)} with {len(promised)} promises"
             raise Violation("I1", f"{host.name} {what}")
-        accepting = [ready for ready in tally.ready.values() if ready.accepted is not None] if tally is not None else []
-        last = max(accepting, key=lambda ready: ready.accepted_attempt, default=None)
-        known = last.accepted if last is not None else None
-        if known not in (None, commit) and not self._given_up(known.digest):
+        ready = {peer: one for peer, one in tally.ready.items() if peer in voters(before)} if tally is not None else {}
+        latest = [
+            max(some, key=lambda one: one.accepted_attempt).accepted
+            for some in combinations(ready.values(), min(self.needed(host, before), len(ready)))
+            if some
+        ]
+        if latest and not any(known in (None, commit) for known in latest):
             what = f"proposes {_name(commit, propose.attempt)} and knows what was accepted later"
             raise Violation("I1", f"{host.name} {what}")
 
@@ -200,20 +193,19 @@ class SimulatedBallots:
         before = self.world.invariants.commits.get(commit.previous) if commit is not None else None
         if commit is None or before is None or digest in self.world.invariants.commits:
             return False
-        evicted = {one.peer for one in before.view if (one.peer, one.incarnation) in self.world.promise.evicted}
-        evicted = self.held_by(evicted)
+        evicted = {one.peer for one in before.voting if (one.peer, one.incarnation) in self.world.promise.evicted}
         ballots = self._votes.get(commit.previous, {}).items()
-        return all(voters <= evicted for (_, voted), voters in ballots if voted == digest)
+        return all(cast <= evicted for (_, voted), cast in ballots if voted == digest)
 
     def _accept(self, host: SimulatedProcess, accept: m.Accept) -> None:
         commit = self._proposed.get(accept.commit_digest)
         if commit is None:
             raise Violation("I1", f"{host.name} accepts what nobody proposed")
-        if not (host.witness or host.holds_mean(commit.mean_digest)):
+        if commit.moves and not (host.witness or host.holds_mean(commit.mean_digest)):
             raise Violation("I5", f"{host.name} accepts {_name(commit, accept.attempt)} without its mean")
-        self._vote(host, accept.attempt, commit, {host.name, *accept.votes})
+        self._vote(host, accept.attempt, commit)
 
-    def _vote(self, host: SimulatedProcess, attempt: int, commit: Commit, voters: set[str]) -> None:
+    def _vote(self, host: SimulatedProcess, attempt: int, commit: Commit) -> None:
         me, before = host.machine.me, host.machine.commit
         if before is None or before.digest != commit.previous or me not in before.view:
             raise Violation("I1", f"{host.name} votes for {_name(commit, attempt)} and is no member before it")
@@ -222,12 +214,17 @@ class SimulatedBallots:
             raise Violation("I1", f"{host.name} accepts {_name(commit, attempt)} after it promised attempt {promised}")
         ballot = attempt, commit.digest
         cast = self._votes.setdefault(commit.previous, {}).setdefault(ballot, set())
-        cast |= voters
-        if 2 * len(cast & {member.peer for member in before.view}) > len(before.view):
+        cast.add(host.name)
+        if 2 * len(cast & voters(before)) > len(before.voters):
             _, chosen = self._chosen.setdefault(commit.previous, ballot)
             if chosen != commit.digest and not self._given_up(chosen):
                 what = f"{_name(commit, attempt)} and {chosen[:8]}"
                 raise Violation("I1", f"of one version two commits have the votes of a majority: {what}")
+
+
+def voters(commit: Commit) -> set[str]:
+    """Names of those that vote on the commit after one in a simulation."""
+    return {voter.peer for voter in commit.voters}
 
 
 def _name(commit: Commit, attempt: int) -> str:

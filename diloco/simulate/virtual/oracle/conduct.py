@@ -6,14 +6,15 @@ applies, whether or not any harm comes of it.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.oracle.apart import SimulatedApart
+from diloco.simulate.virtual.oracle.ballots import voters
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.plans.plan import NO_CLOCK
 from diloco.simulate.virtual.plans.setup import HEARTBEAT_S, STALL_S
@@ -28,7 +29,7 @@ MEMORY_S = 59.0
 LED = (m.Gather, m.Begin, m.Repair, m.Abort, m.Propose)
 """Messages of an attempt's coordinator, and those that it alone gets."""
 ANSWERED = (m.Ready, m.Accept)
-HEARD = (m.Reply.OK, m.Reply.STALE, m.Reply.UNREACHED, m.Reply.OTHER_VIEW, m.Reply.REPLAYED)
+HEARD = (m.Reply.OK, m.Reply.STALE, m.Reply.UNREACHED, m.Reply.OTHER_HEAD, m.Reply.REPLAYED)
 """Replies to a sender that may speak."""
 
 
@@ -63,12 +64,10 @@ class Conduct:
     """Versions that a peer was behind it by its last heartbeat."""
     joining: dict[Member, bool] = field(default_factory=dict)
     """Whether a peer asked to join in its last heartbeat."""
-    goodbyes: list[tuple[Member, m.Goodbye, str]] = field(default_factory=list)
-    """Those that it heard and that may concern a view to come; with the lineage."""
     proposal: tuple[int, str, float] = (-1, "", 0.0)
     """Attempt and digest of what it proposes, and since when."""
     made_of: tuple[object, dict[str, m.Ready]] = (None, {})
-    """The `Begin` of its attempt, and the promises at that time."""
+    """The tally of its attempt when a reduction began in it, and the promises at that time."""
     decided: Commit | None = None
     """A commit that it heard of and whose mean is still to come."""
 
@@ -99,34 +98,34 @@ class SimulatedConduct:
 
     # ------------------------------------------------------------ what a peer says and does
 
-    def on_effects(self, host: SimulatedProcess, effects: Sequence[m.Effect]) -> None:
+    def on_effects(self, host: SimulatedProcess, effects: Sequence[fx.Effect]) -> None:
         """Check the effects of a step of a simulated peer, and where it stands afterwards."""
         life = self._life(host)
         for effect in effects:
             match effect:
-                case m.Send(_, m.Envelope(body=body)) if life.gone and not isinstance(body, m.Goodbye):
+                case fx.Send(_, m.Envelope(body=body)) if life.gone and not isinstance(body, m.Goodbye):
                     raise Violation("I1", f"{host.name} says {type(body).__name__} after its goodbye")
-                case m.Send(_, m.Envelope(body=m.Heartbeat(joining=joining), sender=me)):
+                case fx.Send(_, m.Envelope(body=m.Heartbeat(joining=joining), sender=me)):
                     if joining and (me.peer, me.incarnation) in self._members:
                         raise Violation("I1", f"{host.name} asks to join as a life that stood in a view")
-                case m.Send(to, envelope):
+                case fx.Send(to, envelope):
                     self._said(host, life, to, envelope)
-                case m.Close(commit):
+                case fx.Close(commit):
                     self._closes(host, life, commit)
-                case m.CatchUp(source, _) if source.witness:
+                case fx.CatchUp(source) if source.witness:
                     raise Violation("I7", f"{host.name} asks the witness {source.peer} for commits")
         self._stands(host, life)
 
     def _said(self, host: SimulatedProcess, life: Conduct, to: Member, envelope: m.Envelope) -> None:
-        body, view = envelope.body, envelope.view
+        body, view = envelope.body, envelope.head
         if isinstance(body, m.OfAttempt):
             life.sent[view, body.attempt, type(body), to.peer] = host.now
         before = self.world.invariants.commits.get(view)
-        if before is not None and isinstance(body, LED + ANSWERED) and body.version == before.version + 1:
+        if before is not None and isinstance(body, LED + ANSWERED) and body.height == before.height:
             seat = self._seat(before, body.attempt)
             leader = envelope.sender if isinstance(body, LED) else to
             if (leader.peer, leader.incarnation) != (seat.peer, seat.incarnation):
-                what = f"{type(body).__name__} of attempt {body.attempt} at version {body.version}"
+                what = f"{type(body).__name__} of attempt {body.attempt} at height {body.height}"
                 raise Violation("I1", f"{host.name}: {what} is led by {leader.peer}, and not {seat.peer}")
         match body:
             case m.Ready():
@@ -136,19 +135,21 @@ class SimulatedConduct:
             case m.Goodbye():
                 life.gone = True
                 self._left.add((host.name, envelope.sender.incarnation))
-            case m.Begin() if body.attempt == 0 and life.made_of[0] is not body:
+            case m.Begin() if body.attempt == 0 and life.made_of[0] is not host.machine._coordinator._tally:
                 self._check_group(host, body)
             case m.Propose() if body.commit.digest not in self._proposed:  # sent again, it is as old as it was
                 self._proposed.add(body.commit.digest)
                 self._check_newcomers(host, life, body.commit)
-            case m.Committed(commit) if commit.fragment < 0:
+            case m.Committed(commit) if commit.founds:
                 self._founds(host, life, commit)
 
     def _seat(self, before: Commit, attempt: int) -> Member:
-        """The coordinator of an attempt after a commit: trainers of the view take turns, from one named by hash."""
-        name = f"{self.world.setup.rules.run}/{before.version + 1}".encode()
-        first = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
-        trainers = [member for member in before.view if not member.witness]
+        """The coordinator of an attempt after a commit: voters that train take turns, from the drafter of a view
+        commit or else from one named by hash."""
+        voting = [member for member in before.view if member.peer in voters(before)]
+        trainers = [member for member in voting if not member.witness]
+        drafters = [place for place, member in enumerate(trainers) if member.peer == before.drafter]
+        first = drafters[0] if drafters else int(before.digest[:16], 16)
         return trainers[(first + attempt) % len(trainers)]
 
     # ------------------------------------------------------------ promises and votes
@@ -157,25 +158,23 @@ class SimulatedConduct:
         """A promise names the very commit that its sender accepted last, and votes that it has."""
         view, attempt, digest = life.accepted
         named = ready.accepted_attempt, ready.accepted.digest if ready.accepted is not None else ""
-        known = (attempt, digest) if view == envelope.view else (-1, "")
+        known = (attempt, digest) if view == envelope.head else (-1, "")
         if named[0] < known[0] or (named[0] == known[0] and named != known) or (named[0] < 0) != (named[1] == ""):
             what = f"{named[1][:8] or 'nothing'} in attempt {named[0]}"
             raise Violation("I1", f"{host.name} promises that it accepted {what}, it was {known[1][:8]} in {known[0]}")
-        if ready.accepted is not None and ready.accepted.previous != envelope.view:
+        if ready.accepted is not None and ready.accepted.previous != envelope.head:
             raise Violation("I1", f"{host.name} promises that it accepted {named[1][:8]}, which is of another version")
-        self._check_votes(host, envelope.view, ready.votes)
-        machine, voters = host.machine, host.machine.electorate.voters()
+        machine, counts = host.machine, host.machine.electorate.voters()
         gone = self.world.machines.proved(host, machine.view)
-        for one in machine.view:
-            if one.peer not in voters | gone and (one.peer, one.incarnation) not in self.world.promise.evicted:
+        for one in machine.commit.voting if machine.commit is not None else ():
+            if one.peer not in counts | gone and (one.peer, one.incarnation) not in self.world.promise.evicted:
                 raise Violation("I1", f"{host.name} counts no vote of {one.peer}, which is not dead for certain")
 
     def _accepts(self, host: SimulatedProcess, life: Conduct, envelope: m.Envelope, accept: m.Accept) -> None:
         """Check that a voter stands at that attempt, and remembers the vote."""
         machine = host.machine
-        life.accepted = envelope.view, accept.attempt, accept.commit_digest
-        self._check_votes(host, envelope.view, accept.votes)
-        if machine.commit is None or machine.commit.digest != envelope.view:
+        life.accepted = envelope.head, accept.attempt, accept.commit_digest
+        if machine.commit is None or machine.commit.digest != envelope.head:
             return
         attempt, commit = machine._acceptor.accepted
         if machine.attempt != accept.attempt:
@@ -183,14 +182,6 @@ class SimulatedConduct:
             raise Violation("I1", f"{host.name} {what}")
         if commit is None or (attempt, commit.digest) != (accept.attempt, accept.commit_digest):
             raise Violation("I1", f"{host.name} votes for {accept.commit_digest[:8]}, and remembers another vote")
-
-    def _check_votes(self, host: SimulatedProcess, view: str, votes: Sequence[str]) -> None:
-        """A member votes for lives of its view that said goodbye, and for nobody else."""
-        before = self.world.invariants.commits.get(view)
-        for peer in votes if before is not None else ():
-            member = before.member(peer) if before is not None else None
-            if member is None or (peer, member.incarnation) not in self._left:
-                raise Violation("I1", f"{host.name} votes for {peer}, which did not leave that view")
 
     def _check_tally(self, host: SimulatedProcess, life: Conduct) -> None:
         """A coordinator counts promises of its attempt, and after its `Begin` no others."""
@@ -200,11 +191,11 @@ class SimulatedConduct:
         commit = machine.commit
         view = commit.digest if commit is not None else ""
         for peer, ready in tally.ready.items():
-            if ready.key != (machine.making, tally.attempt):
+            if ready.key != (machine.height, tally.attempt):
                 raise Violation("I1", f"{host.name} counts a promise of {peer} for {ready.key}, not for its attempt")
-        if tally.begin is not None and life.made_of[0] is not tally.begin:
-            life.made_of = tally.begin, dict(tally.ready)
-        elif tally.begin is not None and life.made_of[1] != tally.ready:
+        if tally.begun and life.made_of[0] is not tally:
+            life.made_of = tally, dict(tally.ready)
+        elif tally.begun and life.made_of[1] != tally.ready:
             raise Violation("I2", f"{host.name} changes what attempt {tally.attempt} is made of after its Begin")
         if tally.proposal is None:
             return
@@ -214,28 +205,6 @@ class SimulatedConduct:
         if machine.me.peer in tally.accepts:
             life.accepted = view, tally.attempt, digest
 
-    # ------------------------------------------------------------ leavers
-
-    def _check_heirs(self, host: SimulatedProcess, life: Conduct) -> None:
-        """A goodbye that was heard binds as soon as its view votes: the heir has the vote, and what was promised."""
-        machine, waiting = host.machine, []
-        for sender, goodbye, lineage in life.goodbyes:
-            commit = machine.commit
-            if commit is None or goodbye.version > machine.making:
-                waiting.append((sender, goodbye, lineage))
-                continue
-            member = commit.member(sender.peer)
-            here = goodbye.version == machine.making and machine.lineage == lineage and goodbye.heir
-            if not here or member is None or member.incarnation != sender.incarnation:
-                continue
-            if sender.peer not in machine.electorate._heirs:
-                raise Violation("I1", f"{host.name} heard the goodbye of {sender.peer}, and knows of no heir")
-            if goodbye.heir == machine.me.peer and (
-                machine.attempt < goodbye.attempt or machine._acceptor.accepted[0] < goodbye.accepted_attempt
-            ):
-                raise Violation("I1", f"{host.name} votes for {sender.peer}, and is not bound as that was")
-        life.goodbyes = waiting
-
     # ------------------------------------------------------------ the attempt, and commits
 
     def _check_group(self, host: SimulatedProcess, begin: m.Begin) -> None:
@@ -243,13 +212,18 @@ class SimulatedConduct:
         machine, tally = host.machine, host.machine._coordinator._tally
         most = machine.rules.policy.max_peers
         names = {entry.peer for entry in begin.contributors}
-        if tally is None or tally.begin is not begin or (most is not None and most <= len(names)):
+        if (
+            tally is None
+            or not tally.begun
+            or begin.height != machine.height
+            or (most is not None and most <= len(names))
+        ):
             return
         states = {tally.ready[peer].state_digest for peer in names}
         alive = {member.peer for member in machine.alive() if not machine.roster.barred(member.peer)}
         for peer in alive & tally.offered_at_s.keys() - names:
             if tally.ready[peer].state_digest in states:
-                raise Violation("I7", f"{host.name} leaves {peer} out of version {begin.version}, which offered")
+                raise Violation("I7", f"{host.name} leaves {peer} out of version {machine.making}, which offered")
 
     def on_commit(self, commit: Commit, before: Commit) -> None:
         """Check the view of a commit that follows another."""
@@ -279,7 +253,7 @@ class SimulatedConduct:
         """Check that a version follows the commit that its closer stood at. A witness needs only the latest."""
         if life.stands and not host.witness and commit.previous != life.stands:
             raise Violation("I1", f"{host.name} closes version {commit.version}, which does not follow its own")
-        if commit.fragment < 0:
+        if commit.founds:
             self._founds(host, life, commit)
             if commit.previous == life.stands and commit.lineage not in self.world.invariants.refounded:
                 self.apart.follows(host, commit)
@@ -312,8 +286,6 @@ class SimulatedConduct:
                 self._members.add((host.name, machine.me.incarnation))
         self._followed.add((host.name, machine.me.incarnation, machine.lineage))
         self._check_tally(host, life)
-        if life.goodbyes:
-            self._check_heirs(host, life)
 
     # ------------------------------------------------------------ what a peer hears
 
@@ -328,7 +300,7 @@ class SimulatedConduct:
         host: SimulatedProcess,
         envelope: m.Envelope,
         reply: m.Reply,
-        effects: Sequence[m.Effect],
+        effects: Sequence[fx.Effect],
         before: Before,
     ) -> None:
         """Check the answer of a simulated peer to a message."""
@@ -348,9 +320,6 @@ class SimulatedConduct:
                 self._check_beat(host, life, envelope.sender, body, effects)
             case m.Heartbeat() if reply is m.Reply.OTHER_LINEAGE:
                 self._check_meeting(host, envelope, body, effects, before)
-            case m.Goodbye() if reply is m.Reply.OK:
-                life.goodbyes.append((envelope.sender, body, machine.lineage))
-                self._check_heirs(host, life)
             case m.Stalled() if body.missing and not body.offence:
                 self.world.invariants.reductions.on_stalled(host, envelope.sender.peer, body, effects)
             case m.Gather() if reply is m.Reply.OK and body.attempt < before.attempt:
@@ -372,7 +341,7 @@ class SimulatedConduct:
         life.heard[sender.peer] = sender.incarnation, host.now
 
     def _check_beat(
-        self, host: SimulatedProcess, life: Conduct, sender: Member, beat: m.Heartbeat, effects: Sequence[m.Effect]
+        self, host: SimulatedProcess, life: Conduct, sender: Member, beat: m.Heartbeat, effects: Sequence[fx.Effect]
     ) -> None:
         """Check that nobody waits for a peer that hears nobody, and that one that is behind gets the latest commit."""
         machine = host.machine
@@ -383,7 +352,9 @@ class SimulatedConduct:
             return
         late = beat.version < machine.version and host.now - life.stood_s >= HEARTBEAT_S
         if not beat.founded or beat.version < machine.version - 1 or late:
-            heard = (isinstance(effect, m.Send) and isinstance(effect.envelope.body, m.Committed) for effect in effects)
+            heard = (
+                isinstance(effect, fx.Send) and isinstance(effect.envelope.body, m.Committed) for effect in effects
+            )
             if not any(heard):
                 raise Violation("I7", f"{host.name} tells {sender.peer} at {beat.version} of no later version")
 
@@ -392,11 +363,11 @@ class SimulatedConduct:
         host: SimulatedProcess,
         envelope: m.Envelope,
         beat: m.Heartbeat,
-        effects: Sequence[m.Effect],
+        effects: Sequence[fx.Effect],
         before: Before,
     ) -> None:
         """Check that of two lineages the one with more tokens goes on, of equal ones the later, for all the same."""
-        left = before.lineage != envelope.lineage and any(isinstance(effect, m.Resync) for effect in effects)
+        left = before.lineage != envelope.lineage and any(isinstance(effect, fx.Resync) for effect in effects)
         if left and before.tokens > beat.committed_tokens:
             what = f"{before.tokens} committed tokens for one with {beat.committed_tokens}"
             raise Violation("I8", f"{host.name} leaves a lineage with {what}")
@@ -406,10 +377,10 @@ class SimulatedConduct:
         if before.forks > len(beat.forks) or self._goes_on.setdefault(pair, envelope.lineage) != envelope.lineage:
             raise Violation("I8", f"{host.name} leaves lineage {before.lineage} for {envelope.lineage}, which ends")
 
-    def _check_asked(self, host: SimulatedProcess, effects: Sequence[m.Effect]) -> None:
+    def _check_asked(self, host: SimulatedProcess, effects: Sequence[fx.Effect]) -> None:
         """Check that who is asked for an earlier attempt answers a coordinator that lives, where a trainer does."""
         alive = host.machine.alive()
-        answers = [one for one in effects if isinstance(one, m.Send) and isinstance(one.envelope.body, m.Ready)]
+        answers = [one for one in effects if isinstance(one, fx.Send) and isinstance(one.envelope.body, m.Ready)]
         for answer in answers:
             if answer.to not in alive and any(not one.witness for one in alive):
                 raise Violation("I7", f"{host.name} promises an attempt of {answer.to.peer}, which does not live")
@@ -438,9 +409,9 @@ class SimulatedConduct:
     def _check_lost(self, host: SimulatedProcess, event: m.Unreachable) -> None:
         """A peer counts as silent as soon as it lets a call wait, or nobody takes a connection there; not before."""
         peer = event.member.peer
-        if not event.proven and host.link.silent_s.get(event.member.address) != host.world.now:
+        if event.boot is None and host.link.silent_s.get(event.member.address) != host.world.now:
             raise Violation("I7", f"{host.name} takes {peer} for gone as one connection to it broke")
-        if event.member in host.machine.alive():
+        if any(one == event.member and one.address == event.member.address for one in host.machine.alive()):
             raise Violation("I7", f"{host.name} takes {peer} for alive, where nothing can be delivered")
 
     def _check_complaint(self, host: SimulatedProcess, life: Conduct) -> None:
@@ -448,8 +419,10 @@ class SimulatedConduct:
         machine, reduction = host.machine, host.machine._contributor.reduction
         if reduction is None or reduction.complete or machine.commit is None or not reduction.missing():
             return
-        seat = self._seat(machine.commit, machine.attempt).peer
-        said_s = life.sent.get((life.stands, machine.attempt, m.Stalled, seat), 0.0)
+        seat, attempt = reduction.leader.peer, reduction.begin.attempt
+        said_s = max(
+            (at_s for place, at_s in life.sent.items() if place[1:] == (attempt, m.Stalled, seat)), default=0.0
+        )
         since_s = max(said_s, reduction.times.moved_at_s)
         if seat != host.name and host.now - since_s > STALL_S + SLACK_S:
             what = f"misses {', '.join(reduction.missing())} for {host.now - since_s:.1f} s"
@@ -458,7 +431,7 @@ class SimulatedConduct:
     def _check_witnesses(self, host: SimulatedProcess) -> None:
         """Check that a coordinator asks witnesses as soon as all other trainers that live have accepted."""
         machine, tally = host.machine, host.machine._coordinator._tally
-        if tally is None or tally.proposal is None or tally.witnesses_asked:
+        if tally is None or tally.proposal is None or not tally.proposal.moves or tally.witnesses_asked:
             return
         others = [member for member in machine.alive() if member != machine.me]
         waits = any(not one.witness and one.peer not in tally.accepts for one in others)
@@ -472,11 +445,15 @@ class SimulatedConduct:
         me, attempt, contributor = machine.me.peer, machine.attempt, machine._contributor
         kind: type
         owed: list[tuple[type, str]] = []
-        if tally is not None and (tally.proposal is not None or tally.begin is not None):
-            kind = m.Begin if tally.proposal is None else m.Propose
-            owed = [(kind, one.peer) for one in tally.audience if one.peer not in tally.accepts]
-        elif tally is not None:
+        lead = machine._coordinator._lead
+        if tally is not None and tally.proposal is not None:
+            owed = [(m.Propose, one.peer) for one in tally.audience if one.peer not in tally.accepts]
+        elif lead is not None and contributor.reduction is not None and lead.begin is contributor.reduction.begin:
+            owed, attempt = [(m.Begin, one.peer) for one in lead.begin.receivers], lead.begin.attempt
+        elif tally is not None and not tally.begun:
             owed = [(m.Gather, one.peer) for one in machine.view if attempt and one.peer not in tally.ready]
+        elif machine._acceptor.abstains or machine._acceptor._then:
+            pass  # its disk is to say first that it took the promise
         elif contributor.offer is not None and contributor.reduction is None and machine.commit is not None:
             owed = [(m.Ready, self._seat(machine.commit, attempt).peer)]
         what = life.stands, attempt, owed[0][0] if owed else None

@@ -61,7 +61,8 @@ class SimulatedCopies:
         self._look_at_calls()
 
     def _look_at_copies(self) -> None:
-        process, copy = self._process, self._exchange._copy
+        process, copying = self._process, self._exchange.copying
+        copy = copying.copy
 
         async def on_copy(
             sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
@@ -90,7 +91,7 @@ class SimulatedCopies:
                 raise Violation("I8", f"{process.name} copies a state of {copied}, and is in {lineage}")
             return state, offer, forks
 
-        self._exchange._copy = on_copy  # type: ignore[method-assign]
+        copying.copy = on_copy  # type: ignore[method-assign]
 
     def _look_at_foundings(self) -> None:
         exchange, close = self._exchange, self._exchange._close

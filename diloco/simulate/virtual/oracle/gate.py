@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.wire.convert import seal, unseal
 
@@ -20,8 +21,8 @@ UNNUMBERED = (
     m.Reply.MALFORMED, m.Reply.DAMAGED,
 )  # fmt: skip
 """Replies that refuse a message before its number is looked at."""
-Word = tuple[str, int, int]
-"""Sender, its incarnation, and the number of what it said."""
+Word = tuple[str, int, int, int]
+"""Sender, its incarnation and process, and the number of what it said."""
 
 
 class Violation(Exception):
@@ -54,7 +55,7 @@ class SimulatedAdmissions:
         body, machine = envelope.body, host.machine
         if not (isinstance(body, m.Abort) and body.offence):
             return False
-        here = (body.version, body.attempt) == (machine.making, machine.attempt)
+        here = body.key == (machine.height, machine.attempt)
         return here and envelope.sender == machine._acceptor.seat(body.attempt)
 
     def on_message(self, host: SimulatedProcess, envelope: m.Envelope, reply: m.Reply, heeded: bool) -> None:
@@ -71,9 +72,9 @@ class SimulatedAdmissions:
 
     def _number(self, host: SimulatedProcess, envelope: m.Envelope, reply: m.Reply) -> None:
         """Check that a simulated peer refuses no message as one that came before, when it did not."""
-        word = envelope.sender.peer, envelope.sender.incarnation, envelope.sequence
+        word = _word(envelope)
         if reply is m.Reply.REPLAYED and word not in self._numbered[host.life]:
-            raise Violation("I6", f"{host.name} takes message {word[2]} of {word[0]} for a replay, it is new")
+            raise Violation("I6", f"{host.name} takes message {word[3]} of {word[0]} for a replay, it is new")
         if reply not in UNNUMBERED:
             self._numbered[host.life].add(word)
 
@@ -84,7 +85,7 @@ class SimulatedAdmissions:
                 raise Violation("I6", f"{host.name} does not count that {peer} sent malformed bytes {times} times")
 
     def _take(self, host: SimulatedProcess, envelope: m.Envelope) -> None:
-        word = envelope.sender.peer, envelope.sender.incarnation, envelope.sequence
+        word = _word(envelope)
         if word in self._taken[host.life]:
             what = f"{type(envelope.body).__name__} {envelope.sequence} of {envelope.sender.peer}"
             raise Violation("I6", f"{host.name} takes {what} a second time")
@@ -104,16 +105,16 @@ class SimulatedAdmissions:
         if read != envelope:
             raise Violation("I7", f"{host.name} says {envelope.body}, and others read {read.body}")
 
-    def on_effect(self, host: SimulatedProcess, effect: m.Effect) -> None:
+    def on_effect(self, host: SimulatedProcess, effect: fx.Effect) -> None:
         """Check what a simulated peer is about to send for peers that it should have barred."""
         match effect:
-            case m.Send(_, m.Envelope(body=m.Abort(offence=True) as abort, view=view)):
-                place = host.life, view, abort.attempt
+            case fx.Send(_, m.Envelope(body=m.Abort(offence=True) as abort, head=head)):
+                place = host.life, head, abort.attempt
                 if place not in self._logged:
                     self._logged.add(place)
                     self._offences[host.life].update(abort.without)
                     self._check_counted(host)
-            case m.Send(_, m.Envelope(body=m.Propose(commit=commit))) if commit.digest not in self._proposed:
+            case fx.Send(_, m.Envelope(body=m.Propose(commit=commit))) if commit.digest not in self._proposed:
                 self._proposed.add(commit.digest)
                 self._take_in(host, [member.peer for member in commit.view])
 
@@ -124,3 +125,7 @@ class SimulatedAdmissions:
         if host.name not in barred and not barred.isdisjoint(view):  # else there may be nobody left
             names = ", ".join(sorted(barred.intersection(view)))
             raise Violation("I6", f"{host.name} keeps {names} in the run, which sent malformed bytes {allowed} times")
+
+
+def _word(envelope: m.Envelope) -> Word:
+    return envelope.sender.peer, envelope.sender.incarnation, envelope.boot, envelope.sequence

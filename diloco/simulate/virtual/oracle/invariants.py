@@ -27,6 +27,7 @@ from diloco.compress import Codec
 from diloco.outer.average import MIN_RMS, mean_digest, mean_into
 from diloco.outer.line import Line, PendingContribution
 from diloco.outer.state import OuterState
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.oracle.applied import SimulatedBlocks
 from diloco.simulate.virtual.oracle.ballots import SimulatedBallots
@@ -110,7 +111,7 @@ class SimulationInvariants:
     def made(self, host: SimulatedProcess, sent: PendingContribution, pieces: tuple[int, ...]) -> None:
         """Record a contribution that a simulated peer measured."""
         c = sent.contribution
-        entry = Counted(host.name, c.base_version, c.weight, c.tokens, c.blocks)
+        entry = Counted(host.name, c.boot, c.base_version, c.weight, c.tokens, c.blocks)
         incarnation = host.machine.me.incarnation
         record = Made(entry, incarnation, c.fragment, c.parts, pieces, host.life)
         self._made.setdefault((host.name, c.base_version), []).append(record)
@@ -120,13 +121,13 @@ class SimulationInvariants:
         commit = closed.commit
         digest = commit.digest
         self._closed_by.setdefault(host.life, set()).add(digest)
-        place = commit.lineage, commit.version
+        place = commit.lineage, commit.height
         known = self._digest_of.setdefault(place, digest)
         self._holders.setdefault(digest, set()).add((host, host.machine.me))
         if known != digest:
             if not self.lost_with_the_dead(known):
                 raise Violation("I1", f"{host.name} closed another version {commit.version} than others did")
-            self._state_of.pop(place, None)  # theirs
+            self._state_of.pop((commit.lineage, commit.version), None)  # theirs
         self._digest_of[place] = digest
         self.ballots.closed(host, commit)
         if digest not in self.commits:
@@ -155,9 +156,9 @@ class SimulationInvariants:
         tokens = (before.tokens if before else 0) + sum(counted.tokens for counted in commit.counted)
         if commit.tokens != tokens:
             raise Violation("I2", f"version {commit.version} says {commit.tokens} tokens, its entries sum to {tokens}")
-        if commit.fragment < 0 and before is not None:
+        if commit.founds and before is not None:
             self._check_founding(host, commit, before)
-        if before is not None and self.world.drifts and commit.fragment >= 0:
+        if before is not None and self.world.drifts and commit.moves:
             self._agree_on_state(commit, before)
         if before is not None:
             self.conduct.on_commit(commit, before)
@@ -194,7 +195,7 @@ class SimulationInvariants:
         return all(host.life in self._resynced or host.name in self.world.liars for host in living)
 
     def _may_fork(self, commit: Commit) -> bool:
-        apart = commit.fragment == -1 and self.world.plan.without_majority == "continue"
+        apart = commit.founds and (bool(commit.evicted) or self.world.plan.without_majority == "continue")
         return apart or commit.lineage in self.refounded
 
     def committed(self, commit: Commit | None) -> Masks:
@@ -203,7 +204,7 @@ class SimulationInvariants:
 
     def _masks_after(self, commit: Commit) -> Masks:
         before = self._committed.get(commit.previous, self.nothing)
-        if commit.fragment == -1:
+        if not commit.moves:
             return before
         masks = list(before[commit.fragment])
         for counted in commit.counted:
@@ -222,11 +223,9 @@ class SimulationInvariants:
         return sum(entry.tokens for entry, made in entries if made.life == host.life)
 
     def _maker(self, commit: Commit, counted: Counted) -> Made:
-        before = self.commits.get(commit.previous)
-        member = before.member(counted.peer) if before else None
         candidates = self._made.get((counted.peer, counted.base_version), [])
         for made in reversed(candidates):
-            if made.entry == counted and member is not None and made.incarnation == member.incarnation:
+            if made.entry == counted:
                 return made
         raise Violation("I2", f"version {commit.version} counts a contribution that {counted.peer} never made")
 
@@ -240,9 +239,9 @@ class SimulationInvariants:
             self.refounded[host.machine.lineage] = commit.digest if commit is not None else None
             self.on_resume(host, host.line)
 
-    def on_effect(self, host: SimulatedProcess, effect: m.Effect) -> None:
+    def on_effect(self, host: SimulatedProcess, effect: fx.Effect) -> None:
         """Check an effect that a simulated peer is about to carry out."""
-        if isinstance(effect, m.Send):
+        if isinstance(effect, fx.Send):
             self.gate.travels(host, effect.envelope)
             if isinstance(effect.envelope.body, m.Heartbeat):
                 return  # most of all that is sent: it binds nobody
@@ -326,14 +325,26 @@ class SimulationInvariants:
         self._state_of[before.lineage, before.version] = commit.state_digest
         for host in self.world.living():
             stands = host.progress.line if host.progress is not None else None
-            if stands is not None and stands.commit == before and stands.state.digest != commit.state_digest:
+            there = stands.commit if stands is not None else None
+            here = there is not None and (there.lineage, there.version) == (before.lineage, before.version)
+            if stands is not None and here and stands.state.digest != commit.state_digest:
                 host.drifted = True
                 self.drifted.add(before.version)
+
+    def redone(self, name: str, commit: Commit, state_digest: str) -> None:
+        """A simulated peer applied a version again, to which its log led."""
+        known = self._state_of.setdefault((commit.lineage, commit.version), state_digest)
+        if known != state_digest and not self.world.drifts:
+            raise Violation("I5", f"{name} applies version {commit.version} again, and comes to another state")
+        self._chain.add(commit, state_digest, name)
 
     def on_resume(self, host: SimulatedProcess, line: Line) -> None:
         """Check the state from which a simulated peer begins again, after all were dead."""
         commit = line.commit
-        if commit is not None and self._state_of.get((commit.lineage, commit.version)) != line.state.digest:
+        if commit is None:
+            return
+        known = self._state_of.get((commit.lineage, commit.version))  # none: it closed, and nobody had applied it yet
+        if known not in (None, line.state.digest):
             raise Violation("I5", f"{host.name} resumes from a state that is no version's")
 
     def on_resync(self, host: SimulatedProcess, source: Member, void_tokens: int) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.protocol.streams import Part, StreamHeader
 from diloco.simulate.virtual.oracle.gate import Violation
@@ -92,12 +93,12 @@ class SimulatedLane:
                 raise
             finally:
                 reducing = machine.reducing
-                here = reducing is not None and reducing[:2] == (header.version, header.attempt)
+                here = reducing is not None and reducing[:2] == header.key
                 if reply is m.Reply.TOO_EARLY and here and self._tries[stream] < MAX_TRIES:
                     self._early[stream] = process.world.now, reducing
             return reply
 
-        def on_handle(event: m.Event, now: float) -> list[m.Effect]:
+        def on_handle(event: m.Event, now: float) -> list[fx.Effect]:
             effects = handle(event, now)
             if self._early:
                 self._check_early()
@@ -113,7 +114,7 @@ class SimulatedLane:
             if self._exchange.machine.reducing != reducing or not process.alive:
                 del self._early[address, header]
             elif process.world.now - max(heard_s, process.thawed_s) > AGAIN_S:
-                what = f"{header.kind.name.lower()} of {header.version}.{header.attempt} to {address}"
+                what = f"{header.kind.name.lower()} of {header.height}.{header.attempt} to {address}"
                 raise Violation("I7", f"{self._name} does not send its {what} again, which came too early")
 
     def _check_work(self) -> None:
@@ -127,10 +128,10 @@ class SimulatedLane:
     def _check_reply(self, header: StreamHeader, reply: m.Reply) -> None:
         """I7: a stream is refused for good only where its attempt and repair are over, else its sender is to send it
         again."""
-        machine, moment = self._exchange.machine, (header.version, header.attempt, header.generation)
-        over = moment < (machine.reducing or (machine.making, -1, 0))
+        machine, moment = self._exchange.machine, (*header.key, header.generation)
+        over = moment < (machine.reducing or (machine.since_height, -1, 0))
         if reply in (m.Reply.STALE, m.Reply.TOO_EARLY) and over != (reply is m.Reply.STALE):
-            what = f"a stream of {moment} while at {machine.reducing or machine.making}"
+            what = f"a stream of {moment} while at {machine.reducing or machine.height}"
             raise Violation("I7", f"{self._name} answers {reply.name} to {what}")
 
     def _check_streams(self, whole: Sequence[Outlets]) -> None:

@@ -55,9 +55,9 @@ class SimulatedMachines:
         receive, ask = exchange.receive, exchange.lives.ask
         asked_s: dict[tuple[str, int], float] = {}
 
-        async def on_ask(member: Member) -> bool:
+        async def on_ask(member: Member, boot: int) -> bool:
             asked_s[member.peer, member.incarnation] = self.world.now
-            return await ask(member)
+            return await ask(member, boot)
 
         def check(member: Member, heard_s: float) -> None:
             idle = not process.alive or process.loop.stopped or process.leaving
@@ -66,7 +66,7 @@ class SimulatedMachines:
 
         def on_receive(envelope: m.Envelope) -> m.Reply:
             reply = receive(envelope)
-            if reply is m.Reply.OK and not exchange.lives.met(envelope.sender):
+            if reply is m.Reply.OK and not exchange.lives.met(envelope.sender, envelope.boot):
                 self.world.after(SOON_S, check, envelope.sender, self.world.now)
             return reply
 
@@ -123,8 +123,8 @@ class SimulatedMachines:
 
     def proved(self, process: SimulatedProcess, view: Sequence[Member]) -> set[str]:
         """Members of a view whose deaths were proven to a process."""
-        found = ((member.peer, self.process_of(member)) for member in view)
-        return {peer for peer, gone in found if gone is not None and (process.life, gone.life) in self._proofs}
+        found = ((member.peer, self.lives_of(member.peer, member.incarnation)) for member in view)
+        return {peer for peer, gone in found if any((process.life, one.life) in self._proofs for one in gone)}
 
     def provable(self, asker: SimulatedProcess, member: Member) -> bool:
         """Whether a process would be told that this life of a peer is dead, if it asked: it knows its process."""

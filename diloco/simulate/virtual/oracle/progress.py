@@ -109,6 +109,11 @@ class SimulatedProgress:
                 self.trained = 0
         self._check("its beginning")
 
+    def redone(self, commit: Commit, state_digest: str) -> None:
+        """A version that was applied again, and that no ledger had, is booked."""
+        self.invariants.redone(self.host.name, commit, state_digest)
+        self._check("what it applied again")
+
     def train(self, tokens: int, block: int = -1) -> dict[str, Tensor]:
         """One more simulated piece of progress, for which a data block was read; -1: one that was read before. Returns
         what it does to the weights."""

@@ -19,20 +19,14 @@ class SimulatedPromise:
 
     def __init__(self, world: SimulatedWorld) -> None:
         self.world = world
-        self._goodbyes: dict[tuple[str, int, str], dict[str, str]] = {}
-        """By leaver, its incarnation and the commit that it stood on: members that heard its goodbye, and the heir."""
         self.evicted: dict[tuple[str, int], set[int]] = {}
         """By life that an operator declared dead: lives of processes that heard it. One that nobody heard is absent."""
 
     def on_message(self, host: SimulatedProcess, envelope: m.Envelope, reply: m.Reply) -> None:
-        """Note a goodbye, or an eviction, that a simulated peer hears."""
-        body, sender = envelope.body, envelope.sender
+        """Note an eviction that a simulated peer hears."""
+        body = envelope.body
         if isinstance(body, m.Evict) and reply is m.Reply.OK:
             self.evicted.setdefault((body.peer, body.incarnation), set()).add(host.life)
-        if isinstance(body, m.Goodbye) and reply in (m.Reply.OK, m.Reply.STALE):
-            for leaver in (sender.peer, *body.votes):
-                heard = self._goodbyes.setdefault((leaver, sender.incarnation, envelope.view), {})
-                heard[host.name] = body.heir
 
     def person_needed(self) -> str:
         """The reason why versions may not close without a person's help; empty where the rules promise that they do."""
@@ -51,8 +45,9 @@ class SimulatedPromise:
         if not any(host.holds(newest) and not host.exchange.behind for host in self._trainers(newest)):
             return f"version {newest.version} is with no trainer that lives"
         votes, needed = self._votes(newest)
-        if len(votes) < needed:  # under `continue` the living found a lineage of their own
-            return "" if heals else f"{len(votes)} of {needed} votes for version {newest.version + 1} live"
+        if len(votes) < needed:  # under `continue` the living found a lineage of their own, or where enough are evicted
+            answered = any(self._is_evicted(one, self._living(newest)) for one in newest.voting)
+            return "" if heals or answered else f"{len(votes)} of {needed} votes for version {newest.version + 1} live"
         return self._means(newest, votes)
 
     def _trainers(self, commit: Commit) -> list[SimulatedProcess]:
@@ -71,26 +66,19 @@ class SimulatedPromise:
         enough = len(here) >= self.world.plan.peers and len(here) == len(hosts)
         return "" if enough else f"a founder waits for {self.world.plan.peers}, {len(here)} are here"
 
+    def _living(self, commit: Commit) -> set[str]:
+        return {member.peer for member in commit.view if self.world.lives(member)}
+
     def _votes(self, commit: Commit) -> tuple[set[str], int]:
-        """Members whose vote on the next version a live member has, and how many of them decide."""
-        world, view = self.world, commit.view
-        living = {member.peer for member in view if world.lives(member)}
-        gone = {member.peer for member in view if self._is_gone(commit, member, living)}
-        needed = quorum(len(view), len(gone))
-        if any(self._is_evicted(member, living) for member in view):
-            needed = min(needed, len(view) - len(gone))
-        votes = {member.peer for member in view if member.peer in living or self._has_heir(commit, member, living)}
-        return votes - gone, needed
+        """Voters that live, and how many of them decide."""
+        voting = commit.voting
+        living = {member.peer for member in voting if self.world.lives(member)}
+        gone = {member.peer for member in voting if self._is_gone(member, living)}
+        return living - gone, quorum(len(voting), len(gone))
 
-    def _is_gone(self, commit: Commit, member: Member, living: set[str]) -> bool:
-        """Whether nobody waits for the vote of a dead life: its machine proves its death, or an operator does.
-
-        A leaver's vote lives on with an heir that lives, whatever its machine proves."""
-        if member.peer in living:
-            return False
-        if self._is_evicted(member, living):
-            return True
-        return not self._has_heir(commit, member, living) and all(
+    def _is_gone(self, member: Member, living: set[str]) -> bool:
+        """Whether nobody waits for the vote of a dead life: its machine proves its death."""
+        return member.peer not in living and all(
             self.world.machines.provable(self.world.hosts[name], member) for name in living
         )
 
@@ -99,11 +87,6 @@ class SimulatedPromise:
         heard = self.evicted.get((member.peer, member.incarnation))
         hosts = [host for host in self.world.living() if host.up and host.machine.me.peer in living]
         return heard is not None and all(host.life in heard or host.witness for host in hosts)
-
-    def _has_heir(self, commit: Commit, leaver: Member, living: set[str]) -> bool:
-        """Whether a leaver's vote went to a member that lives: the heir that it named, if that one heard it."""
-        heard = self._goodbyes.get((leaver.peer, leaver.incarnation, commit.digest), {})
-        return any(peer in living and heir in ("", peer) for peer, heir in heard.items())
 
     def _means(self, commit: Commit, voters: set[str]) -> str:
         """Whether a mean that a living voter accepted for the next version lives, too: it may be needed again."""
@@ -128,8 +111,8 @@ class SimulatedPromise:
         return bool(lost) and all(self._is_evicted(member, heard_by) for member in lost)
 
 
-def _height(commit: Commit) -> tuple[int, int, bool]:
-    return commit.tokens, commit.version, commit.fragment < 0
+def _height(commit: Commit) -> tuple[int, int, int]:
+    return commit.tokens, commit.version, commit.height
 
 
 def quorum(members: int, gone: int) -> int:

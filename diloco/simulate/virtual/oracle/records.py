@@ -7,6 +7,7 @@ apart. A life that resumes must have what the checkpoint's own life had.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 
 from diloco.accounts.ledger import LEDGER
+from diloco.base.sealed import checksum_of
 from diloco.base.types import Commit
-from diloco.exchange.log import LOG, logged_mean
 from diloco.outer.fragments import read_fragment
 from diloco.simulate.virtual.oracle.gate import Violation
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from diloco.storage.checkpoint import Checkpoint
 
 CHECKPOINTS = "checkpoints"
+LOG = "log"
+FRAME = struct.Struct("<IQQ")
 TOLERANCE = 1e-3
 
 
@@ -228,9 +231,9 @@ class SimulatedRecords:
         if disk.refusals > self._refusals or disk.reach[1] != applied.previous:
             return
         parts = self._process.line.layout.fragments[applied.fragment].parts
-        files = [*(disk.folder / LOG).glob(f"v{version:08d}.*")]
-        whole = logged_mean(disk.folder, 0, version, applied.mean_digest, parts, range(parts))
-        if applied.fragment >= 0 and disk.durable < version and (whole is None or not all(map(disk.certain, files))):
+        files = (path for path in (disk.folder / LOG).glob(f"v{version:08d}.*") if disk.certain(path))
+        there = set[int]().union(*(logged_parts(path, applied.mean_digest) for path in files))
+        if applied.moves and disk.durable < version and there != set(range(parts)):
             raise Violation("I5", f"{self._process.name} applies version {version}, whose mean is not in its log")
         disk.reach = (version, applied.digest)
 
@@ -262,3 +265,19 @@ def _tensors(folder: Path, group: str) -> Mapping[str, Tensor]:
                 entry["shape"]
             )
     return tensors
+
+
+def logged_parts(path: Path, digest: str) -> set[int]:
+    """Parts of a mean that a file of a log has, whole and as they were written; none, if it has no such mean."""
+    data, at, held = path.read_bytes(), 0, set[int]()
+    while len(data) - at >= FRAME.size:
+        part, size, checksum = FRAME.unpack_from(data, at)
+        payload = data[at + FRAME.size : at + FRAME.size + size]
+        at += FRAME.size + size
+        if part == 2**32 - 1:
+            end = json.loads(payload.partition(b" ")[2])
+            if end["mean"] == digest and end["held"] == sorted(held):
+                return held
+        elif len(payload) == size and checksum_of(payload) == checksum:
+            held.add(part)
+    return set()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.oracle.gate import Violation
 
@@ -39,28 +40,28 @@ class SimulatedReductions:
         self._works: dict[int, Work] = {}
         """By life."""
 
-    def on_effects(self, host: SimulatedProcess, effects: Sequence[m.Effect]) -> None:
+    def on_effects(self, host: SimulatedProcess, effects: Sequence[fx.Effect]) -> None:
         """Check the effects of a step of a simulated peer that are about its reduction."""
         work = self._works.get(host.life)
         if work is None:
             work = self._works[host.life] = Work()
         for effect in effects:
             match effect:
-                case m.BeginReduction(begin):
+                case fx.BeginReduction(begin):
                     self._begins(host, work, begin)
-                case m.RepairReduction(repair):
+                case fx.RepairReduction(repair):
                     self._repairs(host, work, repair, effects)
-                case m.FoldPart(_, attempt, part) if part in work.folded:
+                case fx.FoldPart(_, attempt, part) if part in work.folded:
                     raise Violation("I3", f"{host.name} averages part {part} of attempt {attempt} once more")
-                case m.FoldPart(_, _, part):
+                case fx.FoldPart(_, _, part):
                     work.folded.add(part)
-                case m.Send(_, m.Envelope(body=m.Repair() as repair)):
+                case fx.Send(_, m.Envelope(body=m.Repair() as repair)):
                     self._gives_away(host, repair)
-                case m.Close(commit) if work.began[0] == (commit.version, host.machine.attempts - 1):
+                case fx.Close(commit) if commit.moves and work.began[0][0] >= 0:
                     took_s = host.now - work.began[1]
                     if host.machine.sync_s < took_s - ROUNDING_S:
                         raise Violation("I7", f"{host.name} forgets that version {commit.version} took {took_s:.2f} s")
-                case m.Close(commit) if commit.fragment < 0 and work.exposed == (commit.previous, commit.version + 1):
+                case fx.Close(commit) if commit.fragment < 0 and work.exposed == (commit.previous, commit.version + 1):
                     work.exposed = commit.digest, commit.version + 1
                     if not host.machine._contributor._exposed:
                         raise Violation("I2", f"{host.name} forgets at a founding what others may count")
@@ -71,9 +72,10 @@ class SimulatedReductions:
         """Check that a peer that takes part in a reduction has the very contribution that it counts, and stands at that
         attempt: the mean of another one nobody votes for."""
         machine = host.machine
-        if begin.key != (machine.making, machine.attempt):
-            what = f"takes part in attempt {begin.attempt} at version {begin.version}"
-            raise Violation("I2", f"{host.name} {what}, and is in attempt {machine.attempt} at {machine.making}")
+        here = begin.height == machine.height
+        if begin.height < machine.since_height or (here and begin.attempt != machine.attempt):
+            what = f"takes part in attempt {begin.attempt} at height {begin.height}"
+            raise Violation("I2", f"{host.name} {what}, and is in attempt {machine.attempt} at {machine.height}")
         work.spans = {part: span.owner for span in begin.spans for part in range(span.start, span.stop)}
         work.folded, work.began = set(), (begin.key, host.now)
         mine = [entry for entry in begin.contributors if entry.peer == host.name]
@@ -85,9 +87,9 @@ class SimulatedReductions:
         if offer is None or counted != (offer.base_version, offer.weight, offer.tokens, offer.blocks):
             raise Violation("I2", f"{host.name} takes part with {offer}, and {counted} is counted")
         commit = machine.commit
-        work.exposed = commit.digest if commit is not None else "", begin.version
+        work.exposed = commit.digest if commit is not None else "", machine.making
 
-    def _repairs(self, host: SimulatedProcess, work: Work, repair: m.Repair, effects: Sequence[m.Effect]) -> None:
+    def _repairs(self, host: SimulatedProcess, work: Work, repair: m.Repair, effects: Sequence[fx.Effect]) -> None:
         """Parts that a repair moves are sent to their new owners, and awaited from them."""
         after = {part: span.owner for span in repair.spans for part in range(span.start, span.stop)}
         moved = {part for part, owner in after.items() if work.spans.get(part, owner) != owner}
@@ -103,7 +105,7 @@ class SimulatedReductions:
         sent = {
             part
             for effect in effects
-            if isinstance(effect, m.SendContribution) and effect.generation == repair.generation
+            if isinstance(effect, fx.SendContribution) and effect.generation == repair.generation
             for part in range(effect.span.start, effect.span.stop)
         }
         if reduction.contributes and machine.offer is not None and not owed <= sent:
@@ -119,7 +121,7 @@ class SimulatedReductions:
             if span.owner in repair.gone and lacking:
                 raise Violation("I3", f"{host.name} leaves {span.owner} out, which keeps parts {span.start} on")
 
-    def on_stalled(self, host: SimulatedProcess, sender: str, stalled: m.Stalled, effects: Sequence[m.Effect]) -> None:
+    def on_stalled(self, host: SimulatedProcess, sender: str, stalled: m.Stalled, effects: Sequence[fx.Effect]) -> None:
         """Check whom a coordinator leaves out after a complaint: its sender, where nothing comes to that from most
         contributors, and else those that it misses."""
         reduction = host.machine._contributor.reduction
@@ -128,7 +130,7 @@ class SimulatedReductions:
         cut_off = stalled.still and 2 * len(stalled.missing) > len(reduction.begin.contributors)
         for effect in effects:
             match effect:
-                case m.Send(_, m.Envelope(body=m.Repair() as repair)) if (sender in repair.gone) != cut_off:
+                case fx.Send(_, m.Envelope(body=m.Repair() as repair)) if (sender in repair.gone) != cut_off:
                     what = f"leaves {', '.join(repair.gone)} out as {sender} misses {', '.join(stalled.missing)}"
                     raise Violation("I7", f"{host.name} {what}")
 

@@ -1,0 +1,178 @@
+"""Records of what binds a voter, on its disk: promises, votes, attempts that it led, and the commits on which it stood.
+
+    <directory>/votes    lines of JSON with a checksum, each synced before anything is said that follows from it
+
+A line has the vote's record as it is from now on, with the accepted commit; and where the peer goes on to another head,
+that commit. The last line counts. What was torn at the end was never synced, so that nothing follows from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.base import failpoints
+from diloco.base.files import disk, make_folders, sync_path
+from diloco.base.sealed import sealed_line, unsealed
+from diloco.base.threads import one_thread
+from diloco.base.types import Commit
+from diloco.exchange.log import DiskUse
+from diloco.protocol.effects import Save
+from diloco.protocol.vote import Restored, VoteRecord
+
+VOTES = "votes"
+
+
+class Votes:
+    """Records of a voter that has no disk: its next life is a learner."""
+
+    use: DiskUse | None = None
+    """Cost of this voter's log and votes; None: it has no disk."""
+
+    async def save(self, save: Save) -> bool:
+        """Save what binds the voter. Returns whether it is there for good; False: the disk refuses it."""
+        return True
+
+    def forget(self, version: int) -> None:
+        """Forget the commits before this version: checkpoints have what they led to."""
+
+    def stop(self) -> None:
+        """Write no more votes."""
+
+
+class DiskVotes(Votes):
+    """Records of a voter in a file of its peer's folder. A thread of its own syncs: no disk holds up an event loop."""
+
+    def __init__(self, directory: Path, warn: Callable[[str], None], use: DiskUse) -> None:
+        """`use` counts what is written."""
+        self._path, self._warn = directory / VOTES, warn
+        self.use = self._use = use
+        self._thread = one_thread("votes")
+        self._descriptor = -1
+        self._bytes = 0
+        """Length of the whole lines in the file."""
+        self._refused = self._stopped = False
+
+    async def save(self, save: Save) -> bool:
+        if self._stopped:
+            return False
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._write, save)
+
+    def forget(self, version: int) -> None:
+        if not self._stopped:
+            self._thread.submit(self._compact, version)
+
+    def stop(self) -> None:
+        if not self._stopped:
+            self._stopped = True
+            self._thread.submit(self._close)
+            self._thread.shutdown(wait=False)
+
+    def _write(self, save: Save) -> bool:
+        accepted, head = _text(save.accepted), _text(save.head)
+        tree = {"number": save.number, "life": save.life, "record": asdict(save.record), "accepted": accepted}
+        line = sealed_line(tree if head is None else {**tree, "head": head})
+        try:
+            if self._descriptor < 0:
+                self._open()
+            os.ftruncate(self._descriptor, self._bytes)  # half a line must not stay: the next would stand behind it
+            self._use.append(self._descriptor, self._path, line)
+            failpoints.hit("before-vote-sync")
+            self._use.sync(self._descriptor, self._path)
+            self._bytes += len(line)
+        except OSError as error:
+            if not self._refused:
+                self._warn(f"no vote in {self._path}: {error.strerror}; this peer abstains until its disk takes one")
+            self._refused = True
+            return False
+        self._refused = False
+        return True
+
+    def _compact(self, version: int) -> None:
+        """Write the lines anew that still count, in another file that then takes the place of this one."""
+        beside = self._path.with_name(f".{VOTES}.tmp")
+        try:
+            lines = self._path.read_bytes()[: self._bytes].splitlines(keepends=True)
+            kept = [line for line in lines[:-1] if _stands_from(line, version)] + lines[-1:]
+            with beside.open("wb") as file:
+                file.writelines(kept)
+                file.flush()
+                disk().sync(file.fileno(), beside)
+            self._close()  # a descriptor of the old file would write where nobody reads
+            beside.replace(self._path)
+            sync_path(self._path.parent)
+        except OSError:  # it stays as long as it is
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        make_folders(self._path.parent)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(self._path, flags, 0o644)
+        self._bytes = self._path.read_bytes().rfind(b"\n") + 1
+        sync_path(self._path.parent)
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        with suppress(OSError):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+# ---------------------------------------------------------------- what a restart reads
+
+
+@dataclass(frozen=True)
+class PastVotes:
+    """Contents of a voter's disk: its life, and the commits on which it stood since its oldest checkpoint, in order."""
+
+    restored: Restored
+    commits: Mapping[str, Commit]
+    """By digest."""
+
+    def since(self, commit: Commit | None) -> Sequence[Commit]:
+        """The commits that lead from this one to where it stood last; none where they do not."""
+        found = list[Commit]()
+        digest = self.restored.head.digest
+        while digest in self.commits and (commit is None or digest != commit.digest):
+            found.append(self.commits[digest])
+            digest = found[-1].previous
+        return found[::-1] if commit is not None and digest == commit.digest else ()
+
+
+def past_votes(directory: Path) -> PastVotes | None:
+    """Records of the voter whose folder this is. None: nothing binds it, or what is there was damaged, so that nobody
+    knows what this life has said: it is over."""
+    try:
+        lines = (directory / VOTES).read_bytes().split(b"\n")
+    except OSError:
+        return None
+    commits = dict[str, Commit]()
+    last: dict[str, Any] | None = None
+    for line in lines[:-1]:  # what follows the last line's end was never synced
+        last = unsealed(line)
+        if last is None:
+            return None
+        if "head" in last:
+            head = Commit.from_bytes(last["head"].encode())
+            commits[head.digest] = head
+    if last is None or last["record"]["head"] not in commits:
+        return None
+    accepted = Commit.from_bytes(last["accepted"].encode()) if last["accepted"] is not None else None
+    record = VoteRecord(**last["record"])
+    return PastVotes(Restored(last["life"], last["number"], record, accepted, commits[record.head]), commits)
+
+
+def _stands_from(line: bytes, version: int) -> bool:
+    """Whether a line has a commit of this version or a later one, on which the voter stood."""
+    tree = unsealed(line.removesuffix(b"\n"))
+    return tree is not None and "head" in tree and Commit.from_bytes(tree["head"].encode()).version >= version
+
+
+def _text(commit: Commit | None) -> str | None:
+    return commit.to_bytes().decode() if commit is not None else None

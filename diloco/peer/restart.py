@@ -1,0 +1,93 @@
+"""A process that goes on with what an earlier one left in its peer's folder: its life, its votes, the means in its log.
+
+State = checkpoint + log. What bound the life binds it still; what it had accepted must be here again, for it may have
+been decided; and versions that it closed and had not applied yet are applied, and booked, now.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.accounts.journal import Journal
+from diloco.accounts.ledger import states_and_boot
+from diloco.base.decisions import Redo
+from diloco.base.life import Life
+from diloco.base.types import Closed, Commit
+from diloco.exchange.log import logged_mean
+from diloco.exchange.votes import PastVotes, past_votes
+from diloco.outer.fragments import Layout
+from diloco.outer.line import book, book_drop
+from diloco.protocol.streams import Welcome
+from diloco.protocol.vote import Restored
+from diloco.storage.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from diloco.peer.peer import Peer
+
+
+class Restart:
+    """A restart from a peer's folder, on rank 0."""
+
+    def __init__(self, folder: Path, past: PastVotes) -> None:
+        self._folder, self._past = folder, past
+        self._states, self.boot = states_and_boot(folder)
+        self._unbooked: list[tuple[Commit, str]] = []
+        """Commits that no ledger has, each with the digest of the state after it."""
+
+    @staticmethod
+    def of(folder: Path | None, checkpoint: Checkpoint | None) -> Restart | None:
+        """The restart that a folder allows; None: nothing there binds anybody, or there is no state to begin from."""
+        if folder is None or checkpoint is None or checkpoint.commit is None:
+            return None
+        past = past_votes(folder)
+        return Restart(folder, past) if past is not None else None
+
+    def life(self, welcome: Welcome | None) -> Restored | None:
+        """The record of the life that goes on. None: this process begins one, as that one had left in good order, or
+        the run went on in another lineage."""
+        restored = self._past.restored
+        elsewhere = welcome is not None and welcome.lineage != restored.head.lineage
+        had_left = all(member.incarnation != restored.life for member in restored.head.view)
+        return None if elsewhere or had_left else restored
+
+    def redo(self, peer: Peer, checkpoint: Checkpoint) -> Life[None]:
+        """Apply again the versions since the checkpoint: the votes have the commits, the logs of the ranks the means.
+
+        Where one of them counts this peer, the progress of the checkpoint goes: it may be what was counted.
+        """
+        line, folder = peer.line, str(self._folder.resolve())
+        for commit in self._past.since(line.commit):
+            if commit.moves:
+                drops = any(counted.peer == peer.name for counted in commit.counted)
+                yield from peer.do(Redo(commit.to_bytes().decode(), folder, peer.name, drops))
+                if not peer.rank.redone:
+                    return
+                if drops:
+                    book_drop(line)
+                    line.trained.blocks = 0  # the lease begins behind those that were counted
+                book(line, commit, None)
+                if self._states.get(commit.digest, line.state.digest) != line.state.digest:
+                    peer.warn(f"the log makes another state of version {commit.version}: going on from the checkpoint")
+                    self._unbooked.clear()
+                    yield from peer.restore(checkpoint)
+                    return
+                peer.ending.on_commit(commit)
+            else:
+                peer.found_again(line.commit, commit)
+            if commit.digest not in self._states:
+                self._unbooked.append((commit, line.state.digest))
+
+    def book(self, journal: Journal) -> None:
+        """Book what the process before had closed and not applied."""
+        for commit, state_digest in self._unbooked:
+            journal.committed(commit, None, state_digest)
+
+    def accepted(self, layout: Layout) -> Closed | None:
+        """The version that was accepted last, with its mean from the log of the ranks here; None: there is none."""
+        commit = self._past.restored.accepted
+        if commit is None or not commit.moves:
+            return None
+        parts = layout.fragments[commit.fragment].parts
+        found = logged_mean(self._folder, 0, commit.version, commit.mean_digest, parts, range(parts))
+        return Closed(commit, found) if found is not None else None

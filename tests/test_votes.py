@@ -1,0 +1,102 @@
+"""What binds a voter on its disk (`diloco.exchange.votes`): what a restart reads, however the process before ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco.base.types import Commit, Leases, Member, Voter
+from diloco.exchange.log import DiskUse
+from diloco.exchange.votes import VOTES, DiskVotes, past_votes
+from diloco.protocol.effects import Save
+from diloco.protocol.vote import VoteRecord
+
+A = Member("a", 7, "a:1")
+FIRST = Commit(0, 0, "", "lineage", -1, (A,), (), (), "", 0, Leases(0, {}), "", voters=(Voter("a", 1, -1),))
+NEXT = replace(FIRST, version=1, height=1, previous=FIRST.digest, fragment=0, mean_digest="mean")
+LAST = replace(NEXT, version=2, height=2, previous=NEXT.digest)
+
+
+@pytest.fixture
+def votes(tmp_path: Path) -> Iterator[DiskVotes]:
+    votes = DiskVotes(tmp_path, lambda text: warned.append(text), DiskUse())
+    warned: list[str] = []
+    yield votes
+    votes.stop()
+
+
+def save(votes: DiskVotes, number: int, record: VoteRecord, accepted: Commit | None, head: Commit | None) -> bool:
+    return asyncio.run(votes.save(Save(number, A.incarnation, record, accepted, head)))
+
+
+def stand(votes: DiskVotes) -> None:
+    """A voter that stood on two commits, and has accepted a third."""
+    assert save(votes, 1, VoteRecord(FIRST.digest), None, FIRST)
+    assert save(votes, 2, VoteRecord(NEXT.digest), None, NEXT)
+    assert save(votes, 3, VoteRecord(NEXT.digest, 4, 4, LAST.digest, led=2), LAST, None)
+
+
+def test_a_restart_finds_what_binds_the_voter(votes: DiskVotes, tmp_path: Path) -> None:
+    stand(votes)
+    past = past_votes(tmp_path)
+    assert past is not None
+    restored = past.restored
+    assert (restored.life, restored.saved, restored.head, restored.accepted) == (A.incarnation, 3, NEXT, LAST)
+    assert restored.record == VoteRecord(NEXT.digest, 4, 4, LAST.digest, led=2)
+    assert past.since(FIRST) == [NEXT]
+    assert not past.since(NEXT)
+    assert not past.since(LAST)  # it does not lead there
+
+
+@pytest.mark.parametrize("kept", [1, 40, -1])
+def test_half_a_line_was_never_said(votes: DiskVotes, tmp_path: Path, kept: int) -> None:
+    """A process that dies while it writes has said nothing of it. The next one writes behind whole lines."""
+    stand(votes)
+    path = tmp_path / VOTES
+    whole = path.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    path.write_bytes(whole + last[:kept])
+    again = DiskVotes(tmp_path, print, DiskUse())
+    past = past_votes(tmp_path)
+    assert past is not None
+    assert past.restored.saved == 3
+    assert save(again, 4, VoteRecord(LAST.digest), None, LAST)
+    again.stop()
+    past = past_votes(tmp_path)
+    assert past is not None
+    assert (past.restored.saved, past.since(FIRST)) == (4, [NEXT, LAST])
+
+
+def test_a_damaged_line_ends_the_life(votes: DiskVotes, tmp_path: Path) -> None:
+    """Nobody knows what it has said: it must not vote as the one that said it."""
+    stand(votes)
+    path = tmp_path / VOTES
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert past_votes(tmp_path) is None
+
+
+def test_a_disk_that_refuses_takes_no_vote(votes: DiskVotes, tmp_path: Path) -> None:
+    stand(votes)
+    os.close(votes._descriptor)
+    assert not save(votes, 4, VoteRecord(LAST.digest), None, LAST)
+    votes._descriptor = -1
+    assert save(votes, 5, VoteRecord(LAST.digest), None, LAST)
+    past = past_votes(tmp_path)
+    assert past is not None
+    assert past.restored.saved == 5
+
+
+def test_commits_that_checkpoints_have_are_forgotten(votes: DiskVotes, tmp_path: Path) -> None:
+    stand(votes)
+    votes.forget(1)
+    assert save(votes, 4, VoteRecord(NEXT.digest, 5, 4, LAST.digest, led=2), LAST, None)
+    past = past_votes(tmp_path)
+    assert past is not None
+    assert (past.restored.saved, past.restored.head, {*past.commits}) == (4, NEXT, {NEXT.digest})
