@@ -25,7 +25,7 @@ class HelloRequest(_message.Message):
 
     WIRE_VERSION_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
-    """1; a peer refuses every other"""
+    """2; a peer refuses every other"""
     def __init__(
         self,
         *,
