@@ -411,7 +411,7 @@ class Peer:
     # ------------------------------------------------------------ leaving
 
     def leave(self, reason: str) -> Life[None]:
-        """Say goodbye: our vote goes to another member, our unused data goes back, our progress is discarded.
+        """Leave in good order: a commit leaves us out, our unused data goes back, our progress is discarded.
 
         What closed until then is applied before; but where the run is done we stay at the version that ended it.
         """

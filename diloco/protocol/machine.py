@@ -2,10 +2,10 @@
 
 A version is made in *attempts*. Each attempt has a coordinator (`vote.seat`); members that finished their
 inner steps send it `Ready`; it sends `Begin` to a group; the group reduces in a butterfly; the coordinator proposes a
-`Commit` that names the mean by its digest; members that hold this mean `Accept`; with a majority of the previous
-view the commit holds (`Committed`). That is single-decree Paxos per version: the attempt is the ballot, `Ready` is
-the promise and carries what its sender accepted before, `Accept` is the vote, and a later coordinator that finds an
-accepted commit among a majority's promises proposes that one again.
+`Commit` that names the mean by its digest; members that hold this mean `Accept`; with a majority of the voters that the
+commit before names it holds (`Committed`). That is single-decree Paxos for each commit: the attempt is the ballot,
+`Ready` is the promise and carries what its sender accepted before, `Accept` is the vote, and a later coordinator that
+finds an accepted commit among a majority's promises proposes that one again.
 
 A peer that dies or stalls in the reduction is repaired around (`Repair`): its parts get new owners, and each part
 lists the contributors that it omits. When the coordinator itself is gone, or somebody sent nonsense, the next attempt
