@@ -461,12 +461,12 @@ def test_a_joiner_gets_the_state_and_is_counted(world: LocalWorld) -> None:
     def take_part() -> list[str]:
         late.enter()  # while a version is being made, which may close without it
         late.round()
-        while "p9" not in counted(late)[-1]:
+        while len(counted(late)[-1]) < 4:
             late.round()
         return counted(late)[-1]
 
     part = world.pool.submit(take_part)
-    while "p9" not in counted(first[0])[-1]:
+    while len(counted(first[0])[-1]) < 4:  # on a busy machine one may be late for the version that first counts it
         world.rounds(first, 1)
     assert part.result(DEADLINE_S) == ["p0", "p1", "p2", "p9"]
     agree(world.peers)
