@@ -949,6 +949,21 @@ def test_of_voters_that_all_want_to_leave_one_stays() -> None:
         assert machine._membership.leavers() == leavers
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_learner_votes_where_no_voter_that_lives_stays(silent: bool) -> None:
+    """Also where another voter is silent: a commit that names nobody who votes would be the last."""
+    machine = standing(7, voting=voters((A, B)))
+    machine.hear(B, m.Heartbeat(7, 7, False, Progress(), leaving=not silent, reaches=("c",), stands=7), 0.1)
+    machine.handle(m.Reached(C), 0.1)
+    now = 20.0 if silent else 0.2
+    machine.hear(C, m.Heartbeat(7, 7, False, Progress(), stands=7), now)
+    machine.handle(m.LeaveWanted(), now)
+    assert machine._membership.leavers() == ({"a"} if silent else {"a", "b"})
+    commit = machine._drafter.view_commit()
+    assert [voter.peer for voter in commit.voters] == ["c"]
+    assert all(voter.peer in {member.peer for member in commit.view} for voter in commit.voters)
+
+
 @pytest.mark.parametrize("old", range(1, 10))
 def test_those_who_have_voted_before_stay_the_majority(old: int) -> None:
     """All that a commit names anew may die before they vote. The one exception is the second voter."""

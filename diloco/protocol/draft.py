@@ -69,9 +69,8 @@ class Drafter:
         stay = [member for member in alive if member.peer not in leaving]
         join = [member for member in membership.newcomers() if member.peer not in leaving]
         voting = {*before.voting}
-        last = all(member.witness for member in stay if member in voting)
-        successors = [member.peer for member in membership.successors(leaving)] if last else []
-        if last and not successors:
+        successors = [member.peer for member in membership.successors(leaving)]
+        if not successors and all(member.witness for member in stay if member in voting):
             stay = membership.alive()  # somebody must go on training, and vote
         kept = {member.peer for member in stay if member in voting}
         proven = {voter.peer for voter in before.voters if voter.peer in kept and voter.since < before.version}
@@ -86,17 +85,15 @@ class Drafter:
 
     def _voters_without(self, leaving: Collection[str]) -> list[Voter]:
         """Voters that stay when some leave; without the silent ones, where those that live would be no majority. Where
-        nobody stays that votes and trains, the learners do from now on."""
+        none of them trains and lives, learners vote from now on."""
         before, membership = self._head(), self.membership
         stay = [voter for voter in before.voters if voter.peer not in leaving]
-        if leaving and all(member.witness for member in before.voting if member.peer not in leaving):
-            new = [
-                Voter(one.peer, membership.boot_of(one.peer), before.version) for one in membership.successors(leaving)
-            ]
-            return stay + new
         alive = {member.peer for member in membership.alive()}
         live = [voter for voter in stay if voter.peer in alive]
-        return stay if not leaving or 2 * len(live) > len(stay) else live
+        if not leaving:
+            return stay
+        new = [Voter(one.peer, membership.boot_of(one.peer), before.version) for one in membership.successors(leaving)]
+        return [*(stay if 2 * len(live) > len(stay) and not new else live), *new]
 
     def _named_again(self, voter: Voter) -> Voter:
         """A voter with its latest process that is known here."""

@@ -106,17 +106,21 @@ class Membership:
         """Members that want to be left out, or have gone. Of the voters that train and live, one stays as long as no
         other member can vote in its place: it goes when it is alone."""
         going = {member.peer for member in self.chain.view if self._wants_out(member)}
-        commit = self.chain.commit
-        stay = [one for one in commit.voting if one.peer not in going and self.lives(one)] if commit is not None else []
-        last = all(member.witness for member in stay) and not self.successors(going)
-        return going - {self.me.peer} if last else going
+        return going if self._voter_stays(going) or self.successors(going) else going - {self.me.peer}
 
     def successors(self, leaving: Collection[str]) -> list[Member]:
-        """Learners that train, and can vote where all voters that train leave."""
-        commit = self.chain.commit
-        voting = commit.voting if commit is not None else ()
+        """Learners that train, and vote from now on where no voter does that trains and lives; else none."""
+        if self._voter_stays(leaving):
+            return []
+        voting = self._voting()
         stay = [one for one in self.trainers_alive() if one not in voting and one.peer not in leaving]
         return [one for one in stay if self.is_reached(one)]
+
+    def _voter_stays(self, leaving: Collection[str]) -> bool:
+        return any(not one.witness and one.peer not in leaving and self.lives(one) for one in self._voting())
+
+    def _voting(self) -> tuple[Member, ...]:
+        return self.chain.commit.voting if self.chain.commit is not None else ()
 
     def _wants_out(self, member: Member) -> bool:
         if member == self.me:
@@ -145,8 +149,7 @@ class Membership:
 
     def _reaches(self) -> tuple[str, ...]:
         """Learners of the view that answered us."""
-        commit = self.chain.commit
-        voting = commit.voting if commit is not None else ()
+        voting = self._voting()
         entries = {one.peer: self.roster.get(one.peer) for one in self.alive() if one not in voting}
         return tuple(peer for peer, entry in entries.items() if entry is not None and entry.answered_at_s is not None)
 
