@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.base import failpoints
-from diloco.base.files import disk, make_folders, sync_path
+from diloco.base.files import make_folders, sync_path
 from diloco.base.sealed import sealed_line, unsealed
 from diloco.base.threads import one_thread
 from diloco.base.types import Commit
@@ -102,7 +102,7 @@ class DiskVotes(Votes):
             with beside.open("wb") as file:
                 file.writelines(kept)
                 file.flush()
-                disk().sync(file.fileno(), beside)
+                self._use.sync(file.fileno(), beside)
             self._close()  # a descriptor of the old file would write where nobody reads
             beside.replace(self._path)
             sync_path(self._path.parent)
