@@ -503,7 +503,7 @@ class OnPaper(Machine):
     def __init__(self, me: Member, rules: Rules, timing: Timing) -> None:
         super().__init__(me, rules, timing, "lineage", False, 0.0)
         self.numbers = count(1)
-        """Of messages that it hears."""
+        """Numbers of messages that it hears."""
 
     def handle(self, event: m.Event, now: float) -> list[fx.Effect]:
         return self._saved(super().handle(event, now), now)
@@ -513,7 +513,7 @@ class OnPaper(Machine):
         return reply, self._saved(effects, now)
 
     def hear(self, sender: Member, body: m.Body, now: float) -> list[fx.Effect]:
-        """What comes of a message of a peer that stands where this one does."""
+        """Effects of a message of a peer that stands where this one does."""
         head = self.commit.digest if self.commit is not None else ""
         return self.receive(said(sender, body, next(self.numbers), head, self.lineage), now)[1]
 

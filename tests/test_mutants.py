@@ -344,7 +344,7 @@ def verdict_of(template: Template, old: str, new: str, seconds: float) -> Verdic
 
 
 FIRST_LINE = "    first = voters.index(drafter) if"
-"""Of `seat`, which every seed calls."""
+"""Its function is `seat`, which every seed calls."""
 
 
 @pytest.mark.slow(queued=False)

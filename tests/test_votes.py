@@ -1,4 +1,4 @@
-"""What binds a voter on its disk (`diloco.exchange.votes`): what a restart reads, however the process before ended."""
+"""Records that bind a voter on its disk (`diloco.exchange.votes`), and how a restart reads them after any end."""
 
 from __future__ import annotations
 

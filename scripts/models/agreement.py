@@ -29,7 +29,7 @@ REDUCED = "r"
 
 
 class Lead(NamedTuple):
-    """What a seat leads in this boot."""
+    """Lead of a seat in this boot."""
 
     attempt: int
     options: tuple[str, ...]
@@ -97,7 +97,7 @@ class Agreement:
     mortal: tuple[int, ...] | None = None
     """Peers that may crash. None: all."""
     forever: bool = False
-    """Who crashed may not come back: a restart is not counted on."""
+    """A peer that crashed may not come back: a restart is not counted on."""
     reduction: bool = False
     """A reduction is under way, begun by peer 0, which leads it."""
     halves: bool = False
@@ -163,7 +163,7 @@ class Agreement:
     # ------------------------------------------------------------ what may happen
 
     def steps(self, world: World) -> Iterator[Step]:
-        """What may happen in a state."""
+        """Steps that may happen in a state."""
         for i, peer in enumerate(world.peers):
             if peer.gone or peer.lost:
                 continue

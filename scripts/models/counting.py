@@ -73,7 +73,7 @@ class ExactlyOnce:
     named_offers: bool = True
     """`Begin` and parts name the very offer; else its peer."""
     kept_offers: bool = True
-    """What was sent is offered again until the version closes; else until any commit."""
+    """An offer that was sent is made again until the version closes; else until any commit."""
 
     def model(self) -> Model[Counting]:
         """The model to search."""
@@ -85,7 +85,7 @@ class ExactlyOnce:
         return Model(start, self.steps, self.miscounted)
 
     def steps(self, world: Counting) -> Iterator[tuple[str, Counting, bool]]:
-        """What may happen in a state."""
+        """Steps that may happen in a state."""
         if world.version == self.versions:
             return
         offer = self._name(world)

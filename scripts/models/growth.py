@@ -46,7 +46,7 @@ class Growth:
     views_name: bool = False
     """View commits name voters, too."""
     all_vote: bool = False
-    """What is good is that every live joiner votes in the end; else that is not asked."""
+    """A good end is that every live joiner votes; else that is not asked."""
 
     def model(self) -> Model[Grown]:
         """The model to search."""
@@ -55,7 +55,7 @@ class Growth:
         return Model(start, self.steps, self.stopped, self.all_in if self.all_vote else None)
 
     def steps(self, world: Grown) -> Iterator[tuple[str, Grown, bool]]:
-        """What may happen in a state."""
+        """Steps that may happen in a state."""
         live = world.voters - world.dead
         if _enough(world, live):
             if world.unborn:

@@ -17,7 +17,7 @@ class Model(Generic[S]):
 
     start: S
     steps: Callable[[S], Iterator[tuple[str, S, bool]]]
-    """What may happen in a state, the state after it, and whether it is a fault: progress must not need one."""
+    """Steps that may happen in a state, the state after each, and whether it is a fault: progress must not need one."""
     bad: Callable[[S], str]
     """The broken promise of a state; empty: none is."""
     good: Callable[[S], bool] | None = None
