@@ -276,7 +276,7 @@ def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> 
     # Whoever is cut off or joins gets commits from all, too, until it is there: 1 to 3 times as many, by the seed.
     for results in ([small], [large, other]):
         commits = sum(one["bytes_per_peer_per_s_by_kind"]["Committed"] * one["seconds"] for one in results)
-        assert commits < 3 * sum((one["versions"] + one["view_commits"]) * one["commit_bytes"] for one in results)
+        assert commits < 2.5 * sum((one["versions"] + one["view_commits"]) * one["commit_bytes"] for one in results)
     few, many = (result["versions"] * result["contributors"] for result in (small, large))
     assert 2.5 * few < many
     assert large["versions"] <= 2 * small["versions"]
