@@ -196,8 +196,9 @@ class TimeoutsSection(Section):
     """Deadline of one control message."""
     join_s: PositiveSeconds = 120.0
     """No byte of the state comes for this long: the join fails. The wait for the run to start does not count."""
-    leave_s: PositiveSeconds = 20.0
-    """After the first Ctrl-C, how long to wait for the version that counts this peer's work."""
+    leave_s: PositiveSeconds = 25.0
+    """After the first Ctrl-C, when this peer is gone at the latest: 60 % of it to be counted, the rest until others can
+    do without its vote. torchrun kills after 30 s."""
     collective_s: PositiveSeconds = 600.0
     """Seconds that a rank waits for another one of its island. A rank that hangs is found out by then, and the
     island starts again. Longer than any inner step, evaluation or checkpoint."""

@@ -17,6 +17,7 @@ from diloco.observe.events import RoundSkipped
 from diloco.outer.line import Diverged
 from diloco.peer.peer import Peer
 from diloco.peer.schedule import OFFERED_AGAIN, Cadence, PeerStopwatch
+from diloco.peer.waits import COUNTED_SHARE
 from diloco.protocol import leases
 from diloco.round import Seconds, run_round
 
@@ -59,6 +60,7 @@ class PeerLife:
         self._step_s = math.inf
         """Duration of the last inner step."""
         self._leave_by_s = math.inf
+        """When the peer is to be gone."""
         self.sync_now = False
         """Whether somebody wants the rest of this round at once."""
         self._outcome: Future[Skip | None] | None = None
@@ -147,14 +149,14 @@ class PeerLife:
         peer, done = self.peer, self.peer.done
         if not done:
             # What was not counted in time is discarded: a checkpoint of it would train its data twice.
-            yield from peer.leave("left")
+            yield from peer.leave("left", self._leave_by_s)
             peer.stop()  # or it would ask to be taken in again, while we evaluate
         else:
             peer.report(phase=Phase.DONE)
         if self.line.commit is not None:
             yield from peer.do(Evaluate())
         if done:
-            yield from peer.leave("done")
+            yield from peer.leave("done", monotonic_s() + self.site.timeouts.leave_s)
             peer.stop()
         commit, state = self.line.commit, self.line.state
         return Ending(
@@ -264,7 +266,8 @@ class PeerLife:
     def _patient(self, since_s: float) -> bool:
         """Whether this peer waits on, since then. One that leaves waits for no version outside the view: it would be
         the next but one that counts it."""
-        deadline_s = min(since_s + self.contract.membership.round_deadline_s, self._leave_by_s)
+        counted_by_s = self._leave_by_s - (1.0 - COUNTED_SHARE) * self.site.timeouts.leave_s
+        deadline_s = min(since_s + self.contract.membership.round_deadline_s, counted_by_s)
         return monotonic_s() < deadline_s and (self.peer.exchange.in_view or not self.leaving)
 
     def withdrawn(self) -> Life[None]:

@@ -410,13 +410,14 @@ class Peer:
 
     # ------------------------------------------------------------ leaving
 
-    def leave(self, reason: str) -> Life[None]:
+    def leave(self, reason: str, by_s: float) -> Life[None]:
         """Leave in good order: a commit leaves us out, our unused data goes back, our progress is discarded.
 
-        What closed until then is applied before; but where the run is done we stay at the version that ended it.
+        We are gone at `by_s`, also where no commit left us out. What closed until then is applied before; but where the
+        run is done we stay at the version that ended it.
         """
         self.report(phase=Phase.DONE if self.done else Phase.LEAVING)
-        yield from settled(self.exchange, self.site)
+        yield from settled(self.exchange, self.site, by_s)
         if not self.done:
             try:
                 for closed in self.exchange.closed():
@@ -425,7 +426,7 @@ class Peer:
                 if error.uncounted:
                     self.withdraw()
                 self.warn(f"{error}; leaving with the one before")
-        yield from left(self.exchange, self.site)
+        yield from left(self.exchange, self.site, by_s)
         sent = self.line.sent  # offered, and no version that we know was made with it or without it
         why = f"{reason}; a version may count {sent.contribution.tokens} of them" if sent is not None else reason
         self.drop(why)

@@ -15,6 +15,11 @@ from diloco.protocol.messages import Reply
 
 T = TypeVar("T")
 
+COUNTED_SHARE = 0.6
+"""Of `leave_s`, the part in which a peer that leaves waits to be counted. In the rest it votes until others can do
+without it: a view commit takes a few heartbeats, and longer where another peer is just found missing."""
+GOODBYE_SHARE = 0.1
+"""Of `leave_s`, the most that it waits at the end until the others have heard that it goes."""
 SETTLE_POLL_S = 0.05
 MAX_LATE_S = 1.0
 """A joiner that nobody reaches ends with the second reply that says so, which comes so long after a heartbeat."""
@@ -43,25 +48,26 @@ class Refusal:
             raise UnreachableError(cause, fix)
 
 
-def settled(exchange: Exchange, site: Site) -> Life[None]:
+def settled(exchange: Exchange, site: Site, by_s: float) -> Life[None]:
     """A peer that leaves waits until the others have the latest version too, so that it does not die with this peer:
-    `suspect_s`, and up to twice that for a version that closes meanwhile."""
+    `suspect_s`, and up to twice that for a version that closes meanwhile; half of the time until `by_s` at most."""
     suspect_s, version = site.timeouts.suspect_s, exchange.machine.version
-    latest_s = deadline_s = monotonic_s() + suspect_s
+    began_s = monotonic_s()
+    deadline_s, half_s = began_s + suspect_s, (began_s + by_s) / 2
     while not (yield from answered(exchange.settled())):
         if exchange.machine.version != version:
-            version, deadline_s = exchange.machine.version, min(monotonic_s(), latest_s) + suspect_s
-        if monotonic_s() >= deadline_s:
+            version, deadline_s = exchange.machine.version, min(monotonic_s(), began_s + suspect_s) + suspect_s
+        if monotonic_s() >= min(deadline_s, half_s):
             break
         yield Wait(None, SETTLE_POLL_S)
 
 
-def left(exchange: Exchange, site: Site) -> Life[None]:
-    """A peer that leaves votes and serves until most voters can do without it, at most `leave_s`; then it goes, and
-    waits a little until the others have heard so."""
+def left(exchange: Exchange, site: Site, by_s: float) -> Life[None]:
+    """A peer that leaves votes and serves until most voters can do without it; then it goes, and waits a little until
+    the others have heard so. It is gone at `by_s`."""
     left = exchange.leave()
-    for patience_s in (site.timeouts.leave_s, site.timeouts.rpc_s + 1.0):
-        deadline_s = monotonic_s() + patience_s
+    goodbye_s = min(site.timeouts.rpc_s + 1.0, site.timeouts.leave_s * GOODBYE_SHARE)
+    for deadline_s in (by_s - goodbye_s, by_s):
         while not left.done() and monotonic_s() < deadline_s:
             yield Wait(left, POLL_S)
         if not left.done():

@@ -9,7 +9,7 @@
 #   CPU         RANKS_PER_NODE=2 peers/launch/torchrun.sh configs/quick.toml --site peers/cpu.toml --insecure
 #
 # Node 0 has rank 0, which talks to the world: MASTER_ADDR is that node's name inside the cluster. Ctrl-C or SIGTERM
-# reaches all ranks; torchrun then waits 30 s for them, so keep the site's timeouts.leave_s (20) below.
+# reaches all ranks; torchrun then waits 30 s for them, so keep the site's timeouts.leave_s (25) below.
 #
 # Checked: run on a CPU (gloo), with two ranks of one node and with two "nodes" of one rank on one machine, these
 # also sharing a GPU (NCCL, `scripts/gpu-check`). Not run: several GPUs, more than one machine.

@@ -18,6 +18,7 @@ from diloco.outer.fragments import Fragment, Layout, Weights, read_fragment
 from diloco.outer.state import OuterState
 from diloco.peer import terms
 from diloco.peer.terms import lane_terms, rules_of, timing_of
+from diloco.peer.waits import COUNTED_SHARE
 from diloco.simulate.virtual.plans.plan import FaultPlan
 
 PART_ELEMENTS = 1024
@@ -158,7 +159,7 @@ def _site(plan: FaultPlan) -> Site:
             "stall_s": STALL_S,
             "rpc_s": RPC_S,
             "join_s": JOIN_S + plan.peers * plan.longest_exchange_s,
-            "leave_s": PATIENCE_S,
+            "leave_s": PATIENCE_S / COUNTED_SHARE,
         },
         "network": {"serve_bps": 0.0},
         "storage": {"checkpoint_every": plan.checkpoint_every},
