@@ -18,7 +18,8 @@ import grpc.aio
 from diloco.identity.keys import SERVER_NAME, keys_of
 from diloco.observe.event_log import read_lines
 from diloco.transport.grpc_link import channel_credentials
-from tests.warm import Command
+from tests.warm import Command, Program
+from tests.warm_spares import run_diloco
 
 DEADLINE_S = 150.0
 """For what takes seconds on an idle machine: a wait that ends only where something is wrong. No less anywhere else."""
@@ -82,8 +83,15 @@ class PeerProcess:
     """One `diloco peer`, or another command that takes part."""
 
     def __init__(
-        self, name: str, directory: Path, *how: str, launcher: Sequence[str] = (), command: str = "peer"
+        self,
+        name: str,
+        directory: Path,
+        *how: str,
+        launcher: Sequence[str] = (),
+        command: str = "peer",
+        work: Callable[[list[str]], None] = run_diloco,
     ) -> None:
+        """`launcher`: words before `diloco`, which then starts afresh; else `work` runs the command's arguments."""
         self.name = name
         self.directory = directory / name
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -93,7 +101,7 @@ class PeerProcess:
         if "--resume" not in how:
             arguments += ["--name", name]
         self.process = (
-            _launched([*launcher, "diloco", *arguments], self.log) if launcher else Command(arguments, self.log)
+            _launched([*launcher, "diloco", *arguments], self.log) if launcher else Program(work, arguments, self.log)
         )
 
     def events(self, kind: str) -> list[dict[str, Any]]:

@@ -940,6 +940,24 @@ def test_a_leaver_goes_when_most_that_stay_stand_on_a_commit_without_it() -> Non
         assert (bool(goodbyes), machine.gone) == (goes, goes)
 
 
+def test_a_leaver_does_not_wait_for_voters_that_have_left() -> None:
+    """Two leave at once, and the one that decided the commit without the other is alone after it and goes first: the
+    other waited until its `leave_s` was over."""
+    machine = standing(7, view=(A, B), seat=B)
+    commit = machine.commit
+    assert commit is not None
+    machine.handle(m.LeaveWanted(), 0.1)
+    without = replace(
+        commit, height=8, previous=commit.digest, fragment=-1, drafter="b", view=(B,), voters=voters((B,))
+    )
+    machine.hear(B, m.Committed(without), 0.2)
+    machine.handle(m.Tick(), 0.3)
+    assert not machine.gone
+    machine.hear(B, m.Goodbye(), 0.4)
+    machine.handle(m.Tick(), 0.5)
+    assert machine.gone
+
+
 def test_of_voters_that_all_want_to_leave_one_stays() -> None:
     machine = standing(7)
     machine.handle(m.LeaveWanted(), 0.1)

@@ -110,13 +110,12 @@ def test_who_is_killed_goes_on_with_its_disk(
     """Nobody has to be asked: promises, votes and means are on the disks. No version is lost, and the lineage goes on.
     All listen again where they did. What was not synced is gone; what happens `amid` takes most of the time."""
     monkeypatch.setenv("DILOCO_FAILPOINTS", amid)
-    launcher = (sys.executable, str(synced_only.__file__))
     names, contract = "abcd"[:members], tiny_contract(tmp_path, peers=members)
     listen = {name: ("--set", f"network.listen=127.0.0.1:{free_port()}") for name in names}
     with ending([]) as peers:
-        peers.append(PeerProcess("a", tmp_path, str(contract), *listen["a"], launcher=launcher))
+        peers.append(PeerProcess("a", tmp_path, str(contract), *listen["a"], work=synced_only.run))
         for name in names[1:]:
-            peers.append(PeerProcess(name, tmp_path, "--join", peers[0].ticket(), *listen[name], launcher=launcher))
+            peers.append(PeerProcess(name, tmp_path, "--join", peers[0].ticket(), *listen[name], work=synced_only.run))
         for peer in peers:
             peer.reaches(6, list(names))
         lineage = peers[0].events("version")[-1]["lineage"]
@@ -126,7 +125,7 @@ def test_who_is_killed_goes_on_with_its_disk(
         last = max(commit.version for commit in commits if commit is not None)
         for place, name in enumerate(names[:killed]):
             resumed = ("--resume", str(tmp_path / name), *listen[name])
-            peers[place] = PeerProcess(name, tmp_path, *resumed, launcher=launcher)
+            peers[place] = PeerProcess(name, tmp_path, *resumed, work=synced_only.run)
         events = [peer.reaches(last + 2, list(names)) for peer in peers]
         assert {event["lineage"] for event in events} == {lineage}
         assert agree(peers) >= 5

@@ -286,8 +286,8 @@ class Membership:
             self.go_when_free()
 
     def go_when_free(self) -> None:
-        """A peer that wants out goes once most voters of a commit without it say that they stand on one (rule 9). That
-        it was decided is not enough: it may have been decided by this peer's own vote, and be known here alone."""
+        """A peer that wants out goes once most voters of a commit without it say that they stand on one, or have left
+        (rule 9). That it was decided is not enough: perhaps by this peer's own vote, and it alone knows."""
         commit = self.chain.commit
         if self.gone or not self.wants_out:
             return
@@ -297,8 +297,9 @@ class Membership:
             free = True
         else:
             left_at, names = self._left_at, [voter.peer for voter in commit.voters]
-            beats = {peer: self.roster.heartbeat(peer) for peer in names}
-            free = may_go([peer for peer, beat in beats.items() if beat and beat.stands >= left_at], names)
+            entries = [entry for name in names if (entry := self.roster.get(name)) is not None]
+            standing = [one for one in entries if one.left or (one.heartbeat and one.heartbeat.stands >= left_at)]
+            free = may_go([entry.member.peer for entry in standing], names)
         if free:
             self._go()
 

@@ -129,9 +129,11 @@ def seat(voters: Sequence[V], attempt: int, drafter: V | None, digest: str) -> V
 
 
 def may_go(stand: Collection[str], voters: Collection[str]) -> bool:
-    """Whether a leaver may go: more than half of the voters that the commit without it names `stand` on that commit.
+    """Whether a leaver may go: more than half of the voters that the commit without it names `stand` on that commit, or
+    have left.
 
-    That it was decided is not enough: the vote that decided may have been the leaver's own, and die with it.
+    That it was decided is not enough: the vote that decided may have been the leaver's own, and die with it. Who has
+    left votes no more: where those that stand die too, most are gone, and the leaver's vote would help nobody.
     """
     return 2 * len(set(stand) & set(voters)) > len(voters)
 

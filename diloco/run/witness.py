@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco.base.clock import new_incarnation
+from diloco.base.clock import monotonic_s, new_incarnation
 from diloco.base.errors import UsageError
 from diloco.base.life import POLL_S, Life, Wait
 from diloco.base.types import Member, Phase, Progress
@@ -81,8 +81,9 @@ def witnessed(
     presence = endpoint.appear(exchange)
     try:
         ending = yield from _vote(exchange, RunEnd.of(contract, terms.rules.policy.max_peers), events, site, stop)
-        yield from settled(exchange, site)
-        yield from left(exchange, site)
+        gone_by_s = monotonic_s() + site.timeouts.leave_s
+        yield from settled(exchange, site, gone_by_s)
+        yield from left(exchange, site, gone_by_s)
     finally:
         exchange.stop()
         presence.end()

@@ -25,18 +25,24 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from diloco.run.operate import ask_status
+from diloco.simulate.local.processes import die_with_parent
 from diloco.transport.loop_probe import CATCH_UP_LIMIT_S, LIMIT_S, VARIABLE, busy_s
 from scripts.environment import our_code
 
 LAYERS = 16
+ANSWER_S = 600.0
+"""For a round, in which nobody is waited for longer than the site's deadlines, of a large state on a busy machine."""
 MISSED = 4
 
 CONTRACT = {
     "run": {"name": "loop", "total_tokens": 10**15},
-    "membership": {"start_peers": 1, "backlog_versions": MISSED + 2},
+    # A peer that has just come may do its round for a version of which the other one has already done its own.
+    "membership": {"start_peers": 1, "backlog_versions": MISSED + 2, "match_deadline_s": 15.0},
     "model": {"kind": "external"},
     "inner": {"steps": 1},
     "outer": {"optimizer": "sgd", "lr": 0.7},
@@ -150,6 +156,7 @@ class Process:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **our_code(), "OMP_NUM_THREADS": "1", VARIABLE: str(probe)},
+            preexec_fn=partial(die_with_parent, signal.SIGKILL),  # one that is stopped, too
         )
         self.probe = probe / f"{self.process.pid}.jsonl"
         self.seen = 0
@@ -161,9 +168,9 @@ class Process:
 
     def answer(self) -> str:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
-        if not line:
-            sys.exit("error: a peer of the bench ended")
+        ready = select.select([self.process.stdout], [], [], ANSWER_S)[0]
+        if not (line := self.process.stdout.readline().strip() if ready else ""):
+            sys.exit(f"error: a peer of the bench has ended, or has not answered for {ANSWER_S:g} s")
         return line
 
     def answered(self) -> bool:
@@ -206,8 +213,9 @@ class Bench:
             time.sleep(2.0)
         second.answer()
         self.phase("copying the state", CATCH_UP_LIMIT_S)
-        self.start("w", ["-m", "diloco", "witness", "--join", address, "--name", "w"])
-        while "w" not in self.members:
+        folder = str(self.probe.parent / "w")
+        self.start("w", ["-m", "diloco", "witness", "--join", address, "--name", "w", "--dir", folder])
+        while not self.votes(address, "w"):  # or the first one would be half of the voters when the second is stopped
             at = self.round(first, second)
             time.sleep(0.5)
         self.phase("rounds")
@@ -240,6 +248,9 @@ class Bench:
             version, copied, *self.members = one.answer().split()
         self.copied = int(copied)
         return int(version)
+
+    def votes(self, address: str, peer: str) -> bool:
+        return any(one["peer"] == peer and one["votes"] for one in ask_status(address.partition("/")[0])["peers"])
 
     def phase(self, name: str, limit_s: float = LIMIT_S) -> None:
         """Note the slowest callbacks since the last phase, by process."""

@@ -202,7 +202,8 @@ class Agreement:
             yield f"p{i} goes, for `leave_s` is over", left, True
         elif out:
             voters = self.voting(peer.head)
-            stand = [str(j) for j in voters if world.peers[j].up and len(world.peers[j].head) >= len(peer.head)]
+            others = {j: world.peers[j] for j in voters}
+            stand = [str(j) for j, one in others.items() if one.gone or (one.up and len(one.head) >= len(peer.head))]
             if self.go == "knows" or vote.may_go(stand, [str(j) for j in voters]):
                 yield f"p{i} goes", left, True
 

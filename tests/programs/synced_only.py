@@ -1,16 +1,15 @@
-"""`synced_only.py diloco ...`: the command line on a disk that holds what was synced and no more: as after a power cut.
+"""The command line on a disk that holds what was synced and no more: as after a power cut.
 
 What is appended to a file stays in memory until the file is synced.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from threading import Lock
 
-from diloco.__main__ import main
 from diloco.base.files import Disk, on_disk
+from tests.warm_spares import run_diloco
 
 
 class SyncedOnly(Disk):
@@ -29,7 +28,7 @@ class SyncedOnly(Disk):
         super().sync(descriptor, path)
 
 
-if __name__ == "__main__":
-    sys.argv = sys.argv[1:]
+def run(arguments: list[str]) -> None:
+    """`diloco` with these arguments."""
     with on_disk(SyncedOnly()):
-        main()
+        run_diloco(arguments)
