@@ -4,6 +4,7 @@
     scripts/bench-sync --links none --params 16                on loopback only: no root needed
     scripts/bench-sync --links 100,1000 --peers 2 --systems diloco,gloo --codecs int8 --congestion cubic
     scripts/bench-sync --links 200 --delay-ms 50 --streams 4 --systems diloco,gloo --json wan.json
+    scripts/bench-sync --peers 2 --systems diloco --codecs int8 --logs on,off,on,off
     scripts/bench-sync --torchft-python T/bin/python --hivemind-python H/bin/python
 
 Each peer is a real process. With a link of so many Mbit/s it sits in a network namespace of its own, and that is its
@@ -75,6 +76,8 @@ class Setting:
     """None: loopback."""
     delay_ms: float
     congestion: str
+    log: bool
+    """Whether means go to the disk before their vote; of diloco only."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Row:
     link_mbit: float | None
     delay_ms: float
     congestion: str
+    log: bool
     seconds: float | None = None
     limit_seconds: float | None = None
     share: float | None = None
@@ -99,6 +103,10 @@ class Row:
     """Relative error (L2) of the mean: the worst peer's in the worst round."""
     identical: bool | None = None
     """Whether all peers held the same bits after each round."""
+    log_bytes: int | None = None
+    """Written in a sync to log and votes, by the peer that wrote most."""
+    longest_sync_s: float | None = None
+    """The longest wait of a peer until that was on the disk."""
     rounds_seconds: tuple[float, ...] = ()
     error: str = ""
 
@@ -143,6 +151,8 @@ def parse() -> argparse.Namespace:
         "--delay-ms", type=float, default=0.0, help="between any two peers, one way; not on loopback (0)"
     )
     parser.add_argument("--streams", type=at_least(1), default=1, metavar="N", help="diloco's network.streams (1)")
+    parser.add_argument("--logs", type=comma(on_or_off), default=(True,), metavar="LIST",
+                        help="diloco's storage.log, `on` or `off`, a row for each, in this order (on)")  # fmt: skip
     parser.add_argument("--rounds", type=at_least(1), default=3, help="measured (3)")
     parser.add_argument("--warm-up", type=at_least(0), default=WARM_UP, metavar="ROUNDS",
                         help=f"before these ({WARM_UP})")  # fmt: skip
@@ -173,6 +183,12 @@ def positive(text: str) -> float:
     return value
 
 
+def on_or_off(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
+    return text == "on"
+
+
 def at_least(least: int) -> Callable[[str], int]:
     def count(text: str) -> int:
         if (value := int(text)) < least:
@@ -199,7 +215,8 @@ def plan(options: argparse.Namespace) -> Iterator[Setting]:
                     for system in systems:
                         for codec in codecs_of(system, codecs):
                             delay_ms = options.delay_ms if link_mbit else 0.0
-                            yield Setting(system, codec, peers, params, link_mbit, delay_ms, congestion)
+                            for log in options.logs if system == "diloco" else (False,):
+                                yield Setting(system, codec, peers, params, link_mbit, delay_ms, congestion, log)
 
 
 def known(asked: Sequence[str] | None, there: Sequence[str], what: str) -> tuple[str, ...]:
@@ -284,7 +301,8 @@ def run(
     setting: Setting, star: Star | None, scratch: Path, options: argparse.Namespace, tell: Callable[[str], None]
 ) -> tuple[int, list[Round]]:
     """Payload bytes and the measured rounds. Raises Failed."""
-    task = Task(setting.system, setting.codec, 0, setting.peers, setting.params, "127.0.0.1", "lo", "", options.streams)
+    near = ("127.0.0.1", "lo", "", options.streams, setting.log)
+    task = Task(setting.system, setting.codec, 0, setting.peers, setting.params, *near)
     tell(f"{setting.system} {setting.codec}: {setting.peers} peers get ready")
     fp32_limit_s = limit_seconds(setting, task.elements * 4) or 0.0
     rounds = []
@@ -327,6 +345,8 @@ def row_of(setting: Setting, payload_bytes: int, rounds: Sequence[Round]) -> Row
         payload_bytes=payload_bytes,
         mean_error=float(f"{max(each.mean_error for each in rounds):.3g}"),
         identical=all(each.identical for each in rounds),
+        log_bytes=max(each.log_bytes for each in rounds),
+        longest_sync_s=max(each.longest_sync_s for each in rounds),
         rounds_seconds=tuple(round(each.seconds, 4) for each in rounds),
     )
 
@@ -350,7 +370,7 @@ class Status:
 
 
 HEADER = (
-    f"{'system':<9}{'codec':<10}{'peers':>5}{'params':>7}{'link':>8}{'delay':>7}{'tcp':>7}"
+    f"{'system':<9}{'codec':<10}{'peers':>5}{'params':>7}{'link':>8}{'delay':>7}{'tcp':>7}{'log':>5}"
     f"{'time':>9}{'limit':>9}{'share':>7}{'sent':>10}{'cpu':>8}{'rss':>9}{'off':>8}"
 )
 
@@ -358,7 +378,7 @@ HEADER = (
 def line(row: Row) -> str:
     link_text = "none" if row.link_mbit is None else f"{row.link_mbit:g}M"
     about = f"{row.system:<9}{row.codec:<10}{row.peers:>5}{row.params:>6g}M{link_text:>8}{row.delay_ms:>5g}ms"
-    about += f"{row.congestion:>7}"
+    about += f"{row.congestion:>7}{'on' if row.log else '-':>5}"
     if row.seconds is None:
         return f"{about}  FAILED: {row.error}"
     limit = f"{row.limit_seconds:>7.2f} s{row.share:>7.2f}" if row.limit_seconds else f"{'-':>9}{'-':>7}"

@@ -52,6 +52,10 @@ class Round:
     """Relative error (L2) of the mean: the worst peer's."""
     identical: bool
     """Whether all peers hold the same bits afterwards."""
+    log_bytes: int
+    """Written to log and votes by the peer that wrote most."""
+    longest_sync_s: float
+    """The longest wait of a peer until it was on the disk."""
 
 
 class Group:
@@ -115,6 +119,8 @@ class Group:
             peak_mb,
             error,
             len({answer["digest"] for answer in checked}) == 1,
+            max(answer["log_bytes"] for answer in answers),
+            max(answer["longest_sync_s"] for answer in answers),
         )
 
     def _start(self, task: Task) -> None:

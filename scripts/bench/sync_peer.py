@@ -44,6 +44,11 @@ class System:
     Then all `enter`.
     """
 
+    log_bytes = 0
+    """Written to the disk in the last sync."""
+    longest_sync_s = 0.0
+    """The longest wait of it until that was there."""
+
     def __init__(self, task: Task, meet: str) -> None:
         """`meet`: what the first peer told; empty for itself."""
         self.task = task
@@ -162,7 +167,7 @@ class Diloco(Moving):
             {
                 "peer": {"name": f"p{task.rank}"},
                 "network": {"listen": f"{task.host}:0", "streams": task.streams},
-                "storage": {"directory": task.scratch},
+                "storage": {"directory": task.scratch, "log": task.log},
             }
         )
         if meet:
@@ -205,9 +210,13 @@ class Diloco(Moving):
         return sum(len(codec.encode(moved[start:stop])) for start, stop in bounds)
 
     def sync(self) -> None:
+        from diloco.observe.events import RoundSkipped, VersionClosed
+
         for event in self.run.step(tokens=1):
-            if event.kind == "skip":
+            if isinstance(event, RoundSkipped):
                 raise RuntimeError(f"the round was skipped: {event}")
+            if isinstance(event, VersionClosed):
+                self.log_bytes, self.longest_sync_s = event.log_bytes or 0, event.longest_sync_s or 0.0
 
     def close(self) -> None:
         self.run.close()
@@ -398,7 +407,8 @@ def obey(system: System, command: list[str], answers: TextIO) -> None:
         case ["sync", at_s]:
             time.sleep(max(float(at_s) - time.monotonic(), 0.0))
             system.sync()
-            tell(answers, ended_s=time.monotonic())
+            ended_s = time.monotonic()
+            tell(answers, ended_s=ended_s, log_bytes=system.log_bytes, longest_sync_s=system.longest_sync_s)
         case ["check"]:
             tensors, length = system.outcome()
             tell(answers, error=error_of(tensors, length), digest=digest_of(tensors))

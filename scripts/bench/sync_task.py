@@ -24,6 +24,8 @@ class Task:
     """A folder of its own."""
     streams: int = 1
     """diloco's `network.streams`."""
+    log: bool = True
+    """diloco's `storage.log`."""
 
     @property
     def elements(self) -> int:
