@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from diloco.base.clock import monotonic_s
 from diloco.base.decisions import Train
 from diloco.base.life import Life
 from diloco.base.types import Closed, Commit, Counted, Member, Skip
@@ -188,7 +189,7 @@ class LocalPeer:
         drive(self.peer.catch_up())
 
     def leave(self) -> None:
-        drive(self.peer.leave("left"))
+        drive(self.peer.leave("left", monotonic_s() + self.peer.site.timeouts.leave_s))
 
     @property
     def version(self) -> int:

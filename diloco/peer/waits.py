@@ -16,10 +16,10 @@ from diloco.protocol.messages import Reply
 T = TypeVar("T")
 
 COUNTED_SHARE = 0.6
-"""Of `leave_s`, the part in which a peer that leaves waits to be counted. In the rest it votes until others can do
-without it: a view commit takes a few heartbeats, and longer where another peer is just found missing."""
+"""Part of `leave_s` in which a peer that leaves waits to be counted. In the rest it votes until others can do without
+it: a view commit takes a few heartbeats, and longer where another peer is just found missing."""
 GOODBYE_SHARE = 0.1
-"""Of `leave_s`, the most that it waits at the end until the others have heard that it goes."""
+"""Largest part of `leave_s` that it waits at the end until the others have heard that it goes."""
 SETTLE_POLL_S = 0.05
 MAX_LATE_S = 1.0
 """A joiner that nobody reaches ends with the second reply that says so, which comes so long after a heartbeat."""
