@@ -24,6 +24,7 @@ from diloco.outer.line import Line
 from diloco.peer.life import PeerLife
 from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank
+from diloco.peer.waits import COUNTED_SHARE
 from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
@@ -233,10 +234,11 @@ class SimulatedProcess:
         self.leaving = True
 
     def leave_now(self) -> None:
-        """Have the simulated peer say goodbye whatever is under way, as when nobody counted it within `leave_s`."""
+        """Have the simulated peer leave whatever is under way, as when nobody counted it in its time for that."""
         self.leaving = True
         if self._leading is not None:
-            self._leading.life._leave_by_s = self.now  # type: ignore[union-attr]
+            life = self._leading.life
+            life._leave_by_s = self.now + (1.0 - COUNTED_SHARE) * life.site.timeouts.leave_s  # type: ignore[union-attr]
 
     # ------------------------------------------------------------ what the process does
 
