@@ -7,7 +7,7 @@
 Three peers behind links of 10 Mbit/s, in rounds of two minutes (`device.step_s`), with 0.4M parameters in fp32. The
 length of a round says nothing of who may come and go: views are commits of their own.
 
-    join            a fourth peer: seconds from its first word until it is in the view
+    join            a fourth peer: seconds until it has copied the state, and from then until it is in the view
     leave           one leaves, then the next: seconds until each is out of the view and its process has ended
     leave-two       two of three leave at once
     joiners-killed  four joiners, killed before a commit names one of them voter
@@ -49,7 +49,7 @@ MAX_PEERS = 7
 START_S = 60.0
 """For processes to start, and for a commit of the view."""
 JOIN_S = 2.0
-"""A joiner is in the view within it."""
+"""A joiner that has copied the state is in the view within it."""
 POLL_S = 0.05
 WATCH_S = 0.1
 
@@ -227,11 +227,11 @@ def join(scene: Scene) -> None:
     group = scene.found(3)
     joiner = scene.join("d")
     scene.until(lambda: all("d" in peer.in_view() for peer in group), "d is in the view", START_S)
-    heard_s = float(joiner.events("copying")[0]["time"])
+    heard_s, copied_s = (float(joiner.events(kind)[0]["time"]) for kind in ("copying", "state"))
+    scene.row.seconds["copied"] = round(copied_s - heard_s, 2)
     for peer in group:
         in_view_s = next(at_s for at_s, inside, _ in peer.views() if "d" in inside)
-        heard_s = min(heard_s, *(at_s for at_s, inside, outside in peer.views() if "d" in inside | outside))
-        scene.row.seconds[f"in_view_of_{peer.name}"] = round(in_view_s - heard_s, 2)
+        scene.row.seconds[f"in_view_of_{peer.name}"] = round(in_view_s - copied_s, 2)
     scene.goes_on([*group, joiner])
     if max(scene.row.seconds[f"in_view_of_{peer.name}"] for peer in group) > JOIN_S:
         raise SceneError(f"it took more than {JOIN_S:g} s")
