@@ -63,7 +63,7 @@ def _loops_are_never_busy_for_long(_loop_probe: Loops) -> Iterator[None]:
 
     What garbage collection takes there counts in `diloco peer` and `diloco witness`, and not in somebody's own program;
     what the host of a virtual machine took meanwhile counts nowhere, and on a slow CPU the limit is as much longer.
-    Some hosts do not say what they took. That hits any callback once, so it has to be the same one several times:
+    Some hosts do not say what they took. That hits any callback, so it has to be the same one in several processes:
     work that is too long is so in each of the hundreds of processes that a worker starts.
     """
     yield

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from diloco.transport.loop_probe import LIMIT_S, busy_s
 
 OFTEN = 3
-"""A callback that takes too long so many times in a worker's tests is a defect."""
+"""A callback that takes too long in so many processes of a worker's tests is a defect."""
 BY_FAR_S = 0.1
 """And one of so much CPU time is so at once."""
 
@@ -22,8 +22,8 @@ class Loops:
         self._folder = folder
         self._read: dict[Path, int] = {}
         """Lines looked at, by file."""
-        self._long: Counter[str] = Counter()
-        """How often each callback took too long."""
+        self._long: defaultdict[str, set[Path]] = defaultdict(set)
+        """In which processes each callback took too long, by their files."""
 
     def too_busy(self) -> list[str]:
         """The new lines of callbacks that took too long, of those that did so often or by far."""
@@ -34,8 +34,8 @@ class Loops:
             for line in new:
                 fields = json.loads(line)
                 if (busy := _busy_s(fields)) > LIMIT_S:
-                    self._long[fields["callback"]] += 1
-                    if busy > BY_FAR_S or self._long[fields["callback"]] >= OFTEN:
+                    self._long[fields["callback"]].add(path)
+                    if busy > BY_FAR_S or len(self._long[fields["callback"]]) >= OFTEN:
                         found.append(line)
         return found
 
