@@ -325,11 +325,11 @@ def test_a_short_drill_in_namespaces_violates_nothing(tmp_path: Path) -> None:
         contract,
         tmp_path / "peers",
         3,
-        0.15,
+        0.25,
         quiet_s=1.0,
         seed=0,  # whose first fault is a filter
         step_s=0.05,
-        every_s=(2.0, 3.0),
+        every_s=(3.0, 4.0),  # time for more than a version on a slow machine
         clean=False,
         apart=True,
     )
@@ -339,8 +339,7 @@ def test_a_short_drill_in_namespaces_violates_nothing(tmp_path: Path) -> None:
         pytest.skip(str(error))
     assert result["violation_texts"] == []
     assert "filtered" in result["by_kind"]
-    assert result["faults"] >= 3
-    assert result["versions"] >= 3  # it trained between them; how fast is a matter of the machine
+    assert result["versions"] > result["faults"] >= 3
 
 
 @pytest.mark.usefixtures("warm_peers")

@@ -180,7 +180,7 @@ def test_a_run_that_is_closed_leaves_no_file_open(tmp_path: Path, with_folder: b
         runs.append(diloco.found(contract(), nn.Linear(4, 4), directory=directory))
         runs[-1].close()
         counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[4] < counts[1] + 3  # less than one for each; the first has opened what gRPC keeps
+    assert counts[4] <= counts[1]  # the first has opened what gRPC keeps; what others left may close meanwhile
 
 
 def test_what_runs_when_a_loop_is_closed_is_cancelled() -> None:

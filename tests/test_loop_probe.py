@@ -13,7 +13,6 @@ import pytest
 from diloco.base.errors import UsageError
 from diloco.transport import loop_probe
 from diloco.transport.endpoint import Runtime
-from tests.loops import Loops
 
 BUSY_S = 0.03
 
@@ -124,18 +123,3 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_fix(tmp_path: Path, mon
     with pytest.raises(UsageError, match=f"{loop_probe.VARIABLE}: {taken}/loops") as caught:
         Runtime(1.0)
     assert "unset" in caught.value.fix
-
-
-def test_one_long_callback_may_be_the_hosts_and_that_of_a_third_process_is_a_defect(tmp_path: Path) -> None:
-    def took(cpu_s: float, process: int, callback: str = "Exchange._tick") -> list[str]:
-        line = {"process": "diloco peer", "callback": callback, "cpu_s": cpu_s, "gc_s": 0.0, "slowness": 1.0}
-        with (tmp_path / f"{process}.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        return loops.too_busy()
-
-    loops = Loops(tmp_path)
-    assert [len(took(0.011, process)) for process in (1, 1, 1, 2)] == [0, 0, 0, 0]
-    assert not took(0.009, 3)
-    assert not took(0.011, 3, "Exchange._send")
-    assert len(took(0.011, 3)) == 1
-    assert len(took(0.101, 1, "Exchange._turn")) == 1
