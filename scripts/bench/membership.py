@@ -85,12 +85,12 @@ every_versions = 0
 
 
 class SceneError(Exception):
-    """What a scene waits for did not come."""
+    """The wait of a scene was in vain."""
 
 
 @dataclass
 class Row:
-    """What a scene showed."""
+    """Outcome of a scene."""
 
     scene: str
     held: bool
@@ -123,12 +123,12 @@ class Peer:
         return max((int(event["version"]) for event in self.events("version")), default=0)
 
     def views(self) -> list[tuple[float, set[str], set[str]]]:
-        """Of its answers to `status`: since when (seconds since 1970) who is in the view, and who at the door."""
+        """Its answers to `status`: since when (seconds since 1970) who is in the view, and who at the door."""
         lines = (self.folder / "views.jsonl").read_text().splitlines()
         return [(at_s, set(inside), set(outside)) for at_s, inside, outside in map(json.loads, lines)]
 
     def in_view(self) -> set[str]:
-        """Who is in the view by its last answer."""
+        """Members of the view by its last answer."""
         views = self.views()
         return views[-1][1] if views else set()
 
