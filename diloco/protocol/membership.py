@@ -59,8 +59,7 @@ class Membership:
 
     def alive(self) -> list[Member]:
         """Members of the view that the roster does not suspect, each with the address that it gave last."""
-        view = self.chain.view
-        return [self.roster.latest(member) for member in view if self.roster.alive(member, self._post.now)]
+        return self.roster.living(self.chain.view, self._post.now)
 
     def lives(self, member: Member) -> bool:
         """Whether the roster does not suspect this member."""
@@ -155,10 +154,10 @@ class Membership:
 
     def no_majority(self) -> str:
         """The reason why no commit can get its votes; empty while enough voters of the view can be reached."""
-        alive = {member.peer for member in self.alive()}
-        reachable, needed = self.electorate.reachable(alive), self.electorate.needed()
-        if self.electorate.suffice({peer: self.boot_of(peer) for peer in alive}):
+        alive = {member.peer: self.boot_of(member.peer) for member in self.alive()}
+        if self.electorate.suffice(alive):
             return ""
+        reachable, needed = self.electorate.reachable(alive), self.electorate.needed()
         return f"{reachable} of {len(self.electorate.voters())} voters can be reached, a commit takes {needed}"
 
     def settled(self) -> bool:

@@ -130,12 +130,19 @@ class Roster:
 
     def latest(self, member: Member) -> Member:
         """This life of a peer, with the address that it gave last."""
-        if member == self.me:
+        peer, incarnation = member.peer, member.incarnation
+        if peer == self.me.peer and incarnation == self.me.incarnation:
             return self.me
-        known, (stranger, seen_s) = self._entries.get(member.peer), self._strangers.get(member.peer, (None, 0.0))
-        if stranger == member and (known is None or seen_s > known.heard_at_s):  # it went on in another lineage
-            return stranger
-        return known.member if known is not None and known.member == member else member
+        known = self._entries.get(peer)
+        if peer in self._strangers:
+            stranger, seen_s = self._strangers[peer]
+            if stranger == member and (known is None or seen_s > known.heard_at_s):  # it went on in another lineage
+                return stranger
+        return known.member if known is not None and known.member.incarnation == incarnation else member
+
+    def living(self, members: Sequence[Member], now: float) -> list[Member]:
+        """Those of these members that the roster does not suspect, each with the address that it gave last."""
+        return [self.latest(member) for member in members if self.alive(member, now)]
 
     # ------------------------------------------------------------ lives of a peer
 

@@ -140,11 +140,15 @@ class Electorate:
     @property
     def evicted(self) -> set[str]:
         """Voters whose vote an operator took away."""
+        if not self._evicted:
+            return set()
         return {member.peer for member in self._named if (member.peer, member.incarnation) in self._evicted}
 
     @property
     def dead(self) -> set[tuple[str, int]]:
         """Voters, each with a process of it that is over for certain."""
+        if not self._dead:
+            return set()
         lives = {(member.peer, member.incarnation) for member in self._named}
         return {(peer, boot) for peer, incarnation, boot in self._dead if (peer, incarnation) in lives}
 
