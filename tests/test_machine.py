@@ -958,6 +958,24 @@ def test_a_leaver_does_not_wait_for_voters_that_have_left() -> None:
     assert machine.gone
 
 
+@pytest.mark.parametrize("evicted", [False, True], ids=["left", "evicted"])
+def test_a_voter_that_left_uncounted_and_is_started_again_is_there_and_one_that_was_evicted_is_not(
+    evicted: bool,
+) -> None:
+    """The one that stayed took it for gone for ever: one of two, which a restart with its disk did not help."""
+    machine = standing(7, view=(A, B), seat=B)
+    machine.hear(B, m.Heartbeat(7, 7, False, Progress(), leaving=True), 0.1)
+    machine.hear(B, m.Goodbye(), 0.2)
+    if evicted:
+        machine.receive(said(Member("operator", 0, ""), m.Evict("b", B.incarnation), 0), 0.3)
+    assert machine.alive() == [A]
+    head = machine.commit.digest if machine.commit is not None else ""
+    beat = said(B, m.Heartbeat(7, 7, False, Progress()), 1, head)
+    assert machine.receive(replace(beat, boot=1), 5.0)[0] is m.Reply.OK
+    assert machine.alive() == ([A] if evicted else [A, B])
+    assert {to for to, _ in sends(machine.handle(m.Tick(), 5.0), m.Heartbeat)} == (set() if evicted else {B})
+
+
 def test_of_voters_that_all_want_to_leave_one_stays() -> None:
     machine = standing(7)
     machine.handle(m.LeaveWanted(), 0.1)
