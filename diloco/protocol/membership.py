@@ -327,7 +327,7 @@ class Membership:
         self.chain.decide_for_us(body.peer)
         entry = self.roster.get(body.peer)
         if entry is not None and entry.member.incarnation == body.incarnation:  # a later life may be at the door
-            self.roster.left(body.peer)
+            self.roster.left(body.peer, evicted=True)
         self._post.note(f"an operator declared {body.peer} dead")
         return m.Reply.OK
 

@@ -92,6 +92,9 @@ class RosterEntry:
     turned_away: bool = False
     """It asks to join and nobody reaches it, as people here have been told."""
     left: bool = False
+    """Its latest process said goodbye, or an operator said that it is dead."""
+    evicted: bool = False
+    """An operator said so: no later process of this life brings it back."""
     former: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_FORMER_LIVES))
 
     def __post_init__(self) -> None:
@@ -184,6 +187,8 @@ class Roster:
             return Reply.FENCED
         if envelope.boot > known.boot and envelope.before < known.saved:
             return Reply.OLD_COPY
+        if envelope.boot > known.boot:  # a voter that went, uncounted, is back with its disk, and its vote is needed
+            known.left = known.evicted
         known.boot, known.saved = envelope.boot, max(known.saved, envelope.saved)
         return Reply.OK
 
@@ -280,10 +285,11 @@ class Roster:
         news, known.turned_away = not known.turned_away, True
         return news
 
-    def left(self, peer: str) -> None:
-        """Note on the roster that `peer` said goodbye."""
+    def left(self, peer: str, evicted: bool = False) -> None:
+        """Note on the roster that `peer` said goodbye; `evicted`: or that an operator said that this life is over."""
         if peer in self._entries:
-            self._entries[peer].left = True
+            entry = self._entries[peer]
+            entry.left, entry.evicted = True, entry.evicted or evicted
 
     def offended(self, peer: str) -> None:
         """Count on the roster that `peer` sent what no honest peer sends."""
