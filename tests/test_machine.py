@@ -749,7 +749,7 @@ def test_a_suspected_peer_refutes_with_its_next_word() -> None:
     assert not roster.alive(B, 4.3)
     roster.heard(B, 4.4)
     assert not roster.alive(B, 4.5)  # one that is heard may still be out of reach
-    roster.answered(B, 4.6)
+    roster.answered(B)
     assert roster.alive(B, 4.7)
 
 
@@ -758,7 +758,7 @@ def test_a_joiner_that_answers_nobody_is_not_waited_for_long(suspect_s: float, u
     roster = Roster(A, suspect_s, offences_allowed=3)
     roster.heard(B, 0.0)
     assert [roster.is_unreached(B, now) for now in (until_s, until_s + 0.1)] == [False, True]
-    roster.answered(B, 1.0)
+    roster.answered(B)
     assert not roster.is_unreached(B, until_s + 0.1)
 
 

@@ -312,7 +312,8 @@ class Exchange(ExchangeTasks):
 
     async def _meet(self, member: Member) -> None:
         """Note that a life can be reached, once its latest process has answered."""
-        if await self.lives.ask(member, self.machine.boot_of(member.peer)):
+        answers = await self.lives.ask(member, self.machine.boot_of(member.peer))
+        if answers and not self.machine.roster.reaches(member):
             self._feed(m.Reached(member))
 
     def _perform(self, effects: Sequence[fx.Effect]) -> None:
@@ -363,7 +364,7 @@ class Exchange(ExchangeTasks):
             await self._lost(to)
         except LinkSlow:
             logger.debug("%s did not answer %s", to.peer, type(effect.envelope.body).__name__)
-            if not self.machine.roster.answered_since(to, since_s):
+            if not self.lives.answered_since(to, since_s):
                 self._feed(m.Unreachable(to, self.lives.proven(to)))
         except LinkRefused as error:
             reply = error.reply

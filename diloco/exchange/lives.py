@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from diloco.base.clock import monotonic_s
 from diloco.base.types import MAX_LIST, Member
@@ -12,6 +13,17 @@ from diloco.protocol.view import Timing
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Answer:
+    """The latest process of a life that answered at its address."""
+
+    boot: int
+    process: ProcessId | None
+    """It tells of the end. None: that will have no proof."""
+    at_s: float
+    """Time of its latest answer."""
 
 
 class Lives:
@@ -28,24 +40,31 @@ class Lives:
     def __init__(self, link: Link, timing: Timing) -> None:
         self._link = link
         self._heartbeat_s, self._suspect_s, self._stall_s = timing.heartbeat_s, timing.suspect_s, timing.stall_s
-        self._processes: dict[tuple[str, int], tuple[int, ProcessId | None]] = {}
-        """Latest processes of lives that answered, by peer and incarnation: start (`Counted.boot`), and what tells of
-        the end. None: that will have no proof."""
+        self._answers: dict[tuple[str, int], Answer] = {}
+        """By peer and incarnation, of lives that answered."""
         self._asking: set[tuple[str, int]] = set()
         self._replies: dict[str, tuple[Reply, float]] = {}
         """The latest reply of each peer to a message of ours, and its time."""
 
     def met(self, member: Member, boot: int) -> bool:
         """Whether this very process of a life, or a later one, has answered at its address."""
-        known = self._processes.get((member.peer, member.incarnation))
-        return known is not None and known[0] >= boot
+        known = self._answers.get((member.peer, member.incarnation))
+        return known is not None and known.boot >= boot
+
+    def answered_since(self, member: Member, since_s: float) -> bool:
+        """Whether a life has answered a message since then."""
+        known = self._answers.get((member.peer, member.incarnation))
+        return known is not None and known.at_s >= since_s
 
     async def ask(self, member: Member, boot: int) -> bool:
-        """Ask a life, once for each process of it that is heard, for its name and its process. False: it is being
-        asked, or did not answer."""
+        """Whether a life that answered a message, or spoke, answers at its address: each process of it that is heard is
+        asked once for its name. False: it is being asked, or did not answer."""
         life = member.peer, member.incarnation
-        if self.met(member, boot) or life in self._asking:
-            return self.met(member, boot)
+        if self.met(member, boot):
+            self._answers[life].at_s = monotonic_s()
+            return True
+        if life in self._asking:
+            return False
         self._asking.add(life)
         try:
             welcome = await self._link.hello(member.address, self._stall_s)
@@ -60,9 +79,9 @@ class Lives:
             logger.warning("at %s, the address of %s, %s answers", member.address, member.peer, there.peer)
             return False
         lives = welcome.process is not None and self._link.lives(welcome.process)
-        self._processes[life] = welcome.boot, welcome.process if lives else None
-        if len(self._processes) > MAX_LIST:
-            del self._processes[next(iter(self._processes))]
+        self._answers[life] = Answer(welcome.boot, welcome.process if lives else None, monotonic_s())
+        if len(self._answers) > MAX_LIST:
+            del self._answers[next(iter(self._answers))]
         return True
 
     def replied(self, peer: str, reply: Reply) -> None:
@@ -84,8 +103,9 @@ class Lives:
 
     def proven(self, member: Member) -> int | None:
         """The process of this life that is over for certain; None: the latest that answered may live."""
-        boot, process = self._processes.get((member.peer, member.incarnation), (0, None))
-        return boot if process is not None and self._link.lives(process) is False else None
+        known = self._answers.get((member.peer, member.incarnation))
+        dead = known is not None and known.process is not None and self._link.lives(known.process) is False
+        return known.boot if known is not None and dead else None
 
     async def gone(self, member: Member) -> bool:
         """Whether nobody takes another connection after one broke: damaged bytes break one, too."""

@@ -180,7 +180,7 @@ def _peer(machine: Machine, member: Member, now: float) -> dict[str, Any]:
         "votes": member.peer in machine.electorate.names(),
         "abstains": machine.abstains if mine else beat is not None and beat.abstains,
         "version": machine.version if mine else beat.version if beat else -1,
-        "reached": mine or (entry is not None and entry.answered_at_s is not None and not entry.unreachable),
+        "reached": mine or machine.roster.reaches(member),
         "heard_s_ago": 0.0 if mine or entry is None else round(now - entry.heard_at_s, 1),
         **asdict(progress),
     }

@@ -150,7 +150,7 @@ class Membership:
         """Learners of the view that answered us."""
         voting = self._voting()
         entries = {one.peer: self.roster.get(one.peer) for one in self.alive() if one not in voting}
-        return tuple(peer for peer, entry in entries.items() if entry is not None and entry.answered_at_s is not None)
+        return tuple(peer for peer, entry in entries.items() if entry is not None and entry.answered)
 
     def no_majority(self) -> str:
         """The reason why no commit can get its votes; empty while enough voters of the view can be reached."""
@@ -258,7 +258,7 @@ class Membership:
 
     def on_reached(self, event: m.Reached) -> None:
         """Note that a peer answered."""
-        self.roster.answered(event.member, self._post.now)
+        self.roster.answered(event.member)
 
     def turns_away(self, joiner: Member, body: m.Body) -> bool:
         """Whether a heartbeat is of a joiner that nobody reaches: it is told, and so are people here, once."""

@@ -79,8 +79,8 @@ class RosterEntry:
     """Versions that it was behind us when the heartbeat came: rounds may be shorter than heartbeats."""
     since_s: float = field(init=False)
     """Time at which the life came onto the roster."""
-    answered_at_s: float | None = None
-    """Time at which it last answered a message of ours; None: it never did. To be heard is another matter."""
+    answered: bool = False
+    """It has answered a message of ours. To be heard is another matter."""
     boot: int = 0
     """The latest process of this life that was heard."""
     saved: int = 0
@@ -260,24 +260,23 @@ class Roster:
         if peer in self._entries:
             self._entries[peer].unreachable = True
 
-    def answered(self, member: Member, now: float) -> None:
+    def answered(self, member: Member) -> None:
         """Note on the roster that this life of a peer answered a message: it can be reached."""
         known = self._entries.get(member.peer)
         if known is not None and known.member.incarnation == member.incarnation:
-            known.answered_at_s, known.unreachable = now, False
+            known.answered, known.unreachable = True, False
 
-    def answered_since(self, member: Member, since_s: float) -> bool:
-        """Whether this life of a peer has answered a message since then."""
+    def reaches(self, member: Member) -> bool:
+        """Whether this life of a peer has answered, and nothing since then could not be delivered to it."""
         known = self._entries.get(member.peer)
-        if known is None or known.member.incarnation != member.incarnation or known.answered_at_s is None:
-            return False
-        return known.answered_at_s >= since_s
+        same = known is not None and known.member.incarnation == member.incarnation
+        return known is not None and same and known.answered and not known.unreachable
 
     def is_unreached(self, member: Member, now: float) -> bool:
         """Whether a joiner has been heard for a while and never answered: others cannot reach the address it gives."""
         known = self._entries.get(member.peer)
         patient = known is None or now - known.since_s <= min(REACHED_WITHIN * self.suspect_s, MAX_UNREACHED_S)
-        return known is not None and known.answered_at_s is None and not patient
+        return known is not None and not known.answered and not patient
 
     def turns_away(self, joiner: Member) -> bool:
         """Note on the roster that a joiner, which is heard, is turned away. Returns whether that is news."""
@@ -333,7 +332,7 @@ class Roster:
             entry.member
             for entry in self
             if entry.heartbeat and entry.heartbeat.joining and entry.heartbeat.version >= 0
-            and entry.answered_at_s is not None and entry.lag <= max_lag and not entry.going
+            and entry.answered and entry.lag <= max_lag and not entry.going
             and self._lives(entry, now) and not self.barred(entry.member.peer)
         ]  # fmt: skip
         return sorted(waiting, key=lambda member: member.peer)
