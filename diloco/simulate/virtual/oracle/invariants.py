@@ -391,10 +391,10 @@ def _lies(terms: Sequence[tuple[int, bytes]], true: bytes, size: int, codec: Cod
     gathered a receiver has its own contribution already, and the lie is in the last of the others."""
     lies = [other_mean(true)]
     for own in range(len(terms)) if codec.gathered else ():
-        told = [*terms]
+        pieces = [*terms]
         last = max(place for place in range(len(terms)) if place != own) if len(terms) > 1 else own
-        told[last] = terms[last][0], other_mean(terms[last][1])
-        lies.append(plain_mean(told, size, codec))
+        pieces[last] = terms[last][0], other_mean(terms[last][1])
+        lies.append(plain_mean(pieces, size, codec))
     return lies
 
 
