@@ -16,7 +16,12 @@ PYTHON = ROOT / ".venv" / "bin" / "python"
 def run(program: str) -> None:
     """Run `main` of a module below scripts/, in a Python that has what it needs, and exit with its status."""
     enter_environment()
-    sys.exit(importlib.import_module(f"scripts.{program}").main())
+    from diloco.base.collector import started, starts
+
+    starts()
+    module = importlib.import_module(f"scripts.{program}")
+    started()
+    sys.exit(module.main())
 
 
 def enter_environment() -> None:

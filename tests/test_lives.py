@@ -188,7 +188,8 @@ def test_a_forwarder_that_ended_proves_nothing() -> None:
         member = replace(B, address=f"{HOST}:{forwarder.sockets[0].getsockname()[1]}")
         lives = Lives(link, Timing(TIMEOUT_S, TIMEOUT_S, TIMEOUT_S))
         await lives.ask(member, 7)
-        assert lives._processes == {(B.peer, B.incarnation): (7, HERE)}
+        (answer,) = lives._answers.values()
+        assert (answer.boot, answer.process) == (7, HERE)
         forwarder.close()
         await link.close()
         with pytest.raises(ConnectionRefusedError):

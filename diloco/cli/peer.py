@@ -11,6 +11,7 @@ from typing import Annotated
 
 from typer import Argument, Exit, Option, Typer
 
+from diloco.base.collector import started
 from diloco.base.readable import printable
 from diloco.cli.lines import PeerLines, saying
 from diloco.cli.options import JOIN_HELP, AsJson, Insecure, Overrides, SitePath, stop_asked
@@ -59,6 +60,7 @@ def peer(
     code = start_ranks(options, sys.argv[1:])
     if code is not None:
         raise Exit(code)
+    started()
     gc.freeze()  # a full pass over all that was imported takes 0.1 s of CPU, also of the event loop's thread
     with saying() as say:
         ending = run_peer(options, stop_asked(), _listener(say, json_lines))
@@ -92,6 +94,7 @@ def witness(
 
     from diloco.run.witness import run_witness
 
+    started()
     gc.freeze()  # as in `peer`
     with saying() as say:
         ending = run_witness(options, stop_asked(), _listener(say, json_lines))

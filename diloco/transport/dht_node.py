@@ -17,6 +17,7 @@ from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
 
+from diloco.base.collector import started, starts
 from diloco.base.types import Member
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ _HOST_AND_PORT = re.compile(r"[\w.:\[\]-]{1,255}:\d{1,5}")
 
 def run_node() -> None:
     """Main function of the hivemind directory's process: serve until terminated or orphaned; leave no p2pd behind."""
+    starts()
     pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # not so p2pd, which ends: only its session keeps Ctrl-C from it
     try:
@@ -62,6 +64,7 @@ async def _serve(pipe: Connection, parent: int) -> None:
 
     loop.add_reader(pipe.fileno(), receive)
     _import_hivemind()  # 0.4 s, which the peer has other uses for
+    started()
     run, listen, timeout_s = await inbox.get()
     from hivemind.p2p import P2PDaemonError
 
