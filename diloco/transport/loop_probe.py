@@ -8,6 +8,8 @@ took meanwhile from the CPU of this thread, by its own count (`stolen_s`), is le
 thread that ran, 86 ms to a callback of 0.4 ms in one measurement. A host that stops a CPU to find it memory does not
 even report that: no timer interrupt reaches the CPU meanwhile, so a callback has taken no more than the interrupts
 allow (`charged_s` is what Linux said). With `nohz_full` they tell nothing, and no callback is forgiven by them.
+Page faults of the thread meanwhile stand beside (`faults`, `faults_on_disk`): where memory was reclaimed, they took the
+time.
 How slow this CPU is at the moment, beside one of usual speed, is measured right after the callback (`slowness`, 1 to
 4): one whose other hyperthread is busy takes 1.6 times as long for the same work.
 """
@@ -20,6 +22,7 @@ import gc
 import json
 import math
 import os
+import resource
 import sys
 import threading
 import time
@@ -60,6 +63,8 @@ _get_cpu: Callable[[], int] | None = (
 _CLOCK_MONOTONIC_COARSE: Final = 6
 _TICK_S: Final = time.clock_getres(_CLOCK_MONOTONIC_COARSE) if sys.platform == "linux" else 0.0
 """Time between two timer interrupts of a busy CPU: that clock goes by them."""
+
+_THREAD: Final = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 _run = asyncio.Handle._run
 
@@ -130,6 +135,7 @@ def _run_measured(handle: Any) -> None:
     before = _here.before
     if before is None or time.monotonic() - before.read_s > _READING_AGE_S:
         before = _here.before = _counters()
+    faults = resource.getrusage(_THREAD)
     began_s, gc_before_s = time.thread_time(), _here.gc_s
     _run(handle)
     gc_s = _here.gc_s - gc_before_s
@@ -143,7 +149,12 @@ def _run_measured(handle: Any) -> None:
         with _here.path.open("a") as file:
             times = {"cpu_s": round(cpu_s, 5), "gc_s": round(min(gc_s, most_s), 5)}
             beside = {"charged_s": round(charged_s, 5), "stolen_s": stolen_s, "slowness": slowness()}
-            file.write(json.dumps({**line, **times, **beside}) + "\n")
+            file.write(json.dumps({**line, **times, **beside, **_faults_since(faults)}) + "\n")
+
+
+def _faults_since(before: resource.struct_rusage) -> dict[str, int]:
+    now = resource.getrusage(_THREAD)
+    return {"faults": now.ru_minflt - before.ru_minflt, "faults_on_disk": now.ru_majflt - before.ru_majflt}
 
 
 def busy_s(line: Mapping[str, Any], *, with_gc: bool) -> float:
