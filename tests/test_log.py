@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from diloco.base.files import Disk, on_disk
-from diloco.exchange.log import LOG, DiskLog, forget_means, logged_mean
+from diloco.exchange.log import LOG, SYNC_BYTES, DiskLog, forget_means, logged_mean
 
 
 class Disks(Disk):
@@ -55,6 +55,17 @@ def read(folder: Path, digest: str, parts: int = 2, version: int = 7, rank: int 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / LOG).iterdir())
+
+
+def test_a_large_mean_is_synced_as_it_comes_so_that_little_is_left_for_its_end(tmp_path: Path, counted: Disks) -> None:
+    log, warnings = log_in(tmp_path)
+    draft = log.begin(7)
+    for part in range(4):
+        draft.put(part, bytes(SYNC_BYTES // 2 + 1))
+    draft.end("mean")
+    assert durable(log, "mean")
+    assert (counted.syncs, warnings) == (3, [])  # after two parts, after four, and of the end
+    log.stop()
 
 
 def test_a_whole_mean_comes_back_in_the_order_of_its_parts(tmp_path: Path, counted: Disks) -> None:
