@@ -66,6 +66,8 @@ class SimulatedRecords:
     def __init__(self, process: SimulatedProcess) -> None:
         self._process = process
         self._begun: SavedProgress | None = None
+        self._opened = -1
+        """Version of the checkpoint with which this life began: a later one may never have been complete."""
         self._before: set[int] = set()
         """Versions of the checkpoints that there are meanwhile, up to its own."""
         self.kept = 0
@@ -162,6 +164,8 @@ class SimulatedRecords:
         if checkpoint is None and disk.durable >= 0:
             what = f"resumes from nothing, and its disk has a checkpoint of version {disk.durable}"
             raise Violation("I5", f"{self._process.name} {what}")
+        if checkpoint is not None:
+            self._opened = checkpoint.version
         return checkpoint
 
     def resumed(self) -> tuple[SavedProgress, list[Commit], bool]:
@@ -206,7 +210,7 @@ class SimulatedRecords:
         gone = counted and found == (0, 0) and not line.remainder
         for one in reversed(begun):
             alike = one.pieces == pieces and (gone or (one.tokens, one.blocks) == found)
-            if alike and (redone or one.state == line.state.digest):
+            if alike and one.version == self._opened and (redone or one.state == line.state.digest):
                 yield one, gone
 
     # ------------------------------------------------------------ the ledger
