@@ -59,7 +59,8 @@ class Membership:
 
     def alive(self) -> list[Member]:
         """Members of the view that the roster does not suspect, each with the address that it gave last."""
-        return self.roster.living(self.chain.view, self._post.now)
+        roster, now = self.roster, self._post.now
+        return [roster.latest(member) for member in self.chain.view if roster.alive(member, now)]
 
     def lives(self, member: Member) -> bool:
         """Whether the roster does not suspect this member."""
@@ -198,7 +199,7 @@ class Membership:
 
     def boots(self, envelope: m.Envelope) -> m.Reply:
         """Whether the sender is the latest process of its life (`Roster.boots`)."""
-        return self.roster.boots(envelope)
+        return self.roster.boots(envelope, self.electorate.has_evicted(envelope.sender))
 
     def replayed(self, envelope: m.Envelope) -> bool:
         """Whether this message was taken before; from now on it was."""
@@ -327,7 +328,7 @@ class Membership:
         self.chain.decide_for_us(body.peer)
         entry = self.roster.get(body.peer)
         if entry is not None and entry.member.incarnation == body.incarnation:  # a later life may be at the door
-            self.roster.left(body.peer, evicted=True)
+            self.roster.left(body.peer)
         self._post.note(f"an operator declared {body.peer} dead")
         return m.Reply.OK
 

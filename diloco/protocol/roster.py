@@ -93,8 +93,6 @@ class RosterEntry:
     """It asks to join and nobody reaches it, as people here have been told."""
     left: bool = False
     """Its latest process said goodbye, or an operator said that it is dead."""
-    evicted: bool = False
-    """An operator said so: no later process of this life brings it back."""
     former: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_FORMER_LIVES))
 
     def __post_init__(self) -> None:
@@ -143,10 +141,6 @@ class Roster:
                 return stranger
         return known.member if known is not None and known.member.incarnation == incarnation else member
 
-    def living(self, members: Sequence[Member], now: float) -> list[Member]:
-        """Those of these members that the roster does not suspect, each with the address that it gave last."""
-        return [self.latest(member) for member in members if self.alive(member, now)]
-
     # ------------------------------------------------------------ lives of a peer
 
     def meet(self, members: Sequence[Member], now: float, before: Collection[Member] = ()) -> None:
@@ -177,9 +171,9 @@ class Roster:
         known = self._entries.get(member.peer)
         return known is None or known.member.incarnation == member.incarnation or self._succeeds(member, known, now)
 
-    def boots(self, envelope: Envelope) -> Reply:
+    def boots(self, envelope: Envelope, evicted: bool) -> Reply:
         """OK for the latest process of a life; FENCED for an earlier one; OLD_COPY for a later one whose disk lacks
-        what the life has said."""
+        what the life has said. `evicted`: an operator said that this life is over, and no process brings it back."""
         known = self._entries.get(envelope.sender.peer)
         if known is None or known.member != envelope.sender or envelope.sender == self.me:
             return Reply.OK
@@ -187,8 +181,8 @@ class Roster:
             return Reply.FENCED
         if envelope.boot > known.boot and envelope.before < known.saved:
             return Reply.OLD_COPY
-        if envelope.boot > known.boot:  # a voter that went, uncounted, is back with its disk, and its vote is needed
-            known.left = known.evicted
+        if envelope.boot > known.boot and not evicted:
+            known.left = False  # a voter that went, uncounted, is back with its disk, and its vote is needed
         known.boot, known.saved = envelope.boot, max(known.saved, envelope.saved)
         return Reply.OK
 
@@ -284,11 +278,10 @@ class Roster:
         news, known.turned_away = not known.turned_away, True
         return news
 
-    def left(self, peer: str, evicted: bool = False) -> None:
-        """Note on the roster that `peer` said goodbye; `evicted`: or that an operator said that this life is over."""
+    def left(self, peer: str) -> None:
+        """Note on the roster that `peer` said goodbye."""
         if peer in self._entries:
-            entry = self._entries[peer]
-            entry.left, entry.evicted = True, entry.evicted or evicted
+            self._entries[peer].left = True
 
     def offended(self, peer: str) -> None:
         """Count on the roster that `peer` sent what no honest peer sends."""

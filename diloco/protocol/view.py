@@ -137,6 +137,10 @@ class Electorate:
         if len(self._evicted) > MAX_EVICTED:
             del self._evicted[next(iter(self._evicted))]
 
+    def has_evicted(self, member: Member) -> bool:
+        """Whether an operator took the vote of this life of a peer away."""
+        return (member.peer, member.incarnation) in self._evicted
+
     @property
     def evicted(self) -> set[str]:
         """Voters whose vote an operator took away."""
