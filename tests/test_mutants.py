@@ -364,7 +364,9 @@ def test_a_package_that_cannot_be_imported_is_broken(template: Template) -> None
 @pytest.mark.slow(queued=False)
 def test_a_seed_that_does_not_end_is_named(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.mutation.trial.HUNG_S", 1.0)
-    verdict = verdict_of(template, FIRST_LINE, f"    __import__('signal').pause()\n{FIRST_LINE}", BEGUN_S)
+    verdict = verdict_of(
+        template, FIRST_LINE, f"    while True:\n        __import__('time').sleep(0.1)\n{FIRST_LINE}", BEGUN_S
+    )
     assert (verdict.outcome, verdict.seeds) == ("hung", 0)
     assert "seed 0 did not end" in verdict.by
 
