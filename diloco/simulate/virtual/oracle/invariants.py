@@ -260,8 +260,9 @@ class SimulationInvariants:
             start, stop = fragment.part_bounds(part)
             codec = setup.codecs[fragment.group_of(part)]
             parts.append((plain_radial if setup.radial else plain_mean)(terms, stop - start, codec))
-            excused = self.world.hostile and closed.parts[part] in _lies(terms, parts[-1], stop - start, codec)
-            sent.append(closed.parts[part] if excused else parts[-1])
+            here = closed.parts[part]
+            lied = self.world.hostile and here != parts[-1] and here in _lies(terms, parts[-1], stop - start, codec)
+            sent.append(here if lied else parts[-1])
             if self.world.hostile:
                 self._check_sizes(commit, part, [codec.decode(payload, stop - start) for _, payload in terms])
             if codec.gathered and closed.parts[part] == parts[-1]:
@@ -390,9 +391,8 @@ def _lies(terms: Sequence[tuple[int, bytes]], true: bytes, size: int, codec: Cod
     """Means that are let pass: a simulated owner's one lie to all others, which nobody can find out. Where the codec is
     gathered a receiver has its own contribution already, and the lie is in the last of the others."""
     lies = [other_mean(true)]
-    for own in range(len(terms)) if codec.gathered else ():
+    for last in range(max(0, len(terms) - 2), len(terms)) if codec.gathered else ():
         pieces = [*terms]
-        last = max(place for place in range(len(terms)) if place != own) if len(terms) > 1 else own
         pieces[last] = terms[last][0], other_mean(terms[last][1])
         lies.append(plain_mean(pieces, size, codec))
     return lies
