@@ -11,7 +11,10 @@ _IMPORTING = (50_000, *_USUAL[1:])
 
 
 def starts() -> None:
-    """A program starts: the collector comes seldom until `started`, and looks at nothing when the program ends."""
+    """A program starts: the collector comes seldom until `started`, and looks at nothing when the program ends.
+
+    A command that is soon over never calls that.
+    """
     gc.set_threshold(*_IMPORTING)
     atexit.register(gc.freeze)
 
