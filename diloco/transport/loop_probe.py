@@ -8,7 +8,7 @@ took meanwhile from the CPU of this thread, by its own count (`stolen_s`), is le
 thread that ran, 86 ms to a callback of 0.4 ms in one measurement. A host that stops a CPU to find it memory does not
 even report that: no timer interrupt reaches the CPU meanwhile, so a callback has taken no more than the interrupts
 allow (`charged_s` is what Linux said). With `nohz_full` they tell nothing, and no callback is forgiven by them.
-Page faults of the thread meanwhile stand beside (`faults`, `faults_on_disk`). Where there are none, its memory was there.
+Page faults of the thread stand beside (`faults`, `faults_on_disk`). Where there are none, its memory was there.
 How slow this CPU is at the moment, beside one of usual speed, is measured right after the callback (`slowness`, 1 to
 4): one whose other hyperthread is busy takes 1.6 times as long for the same work.
 """
