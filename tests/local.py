@@ -249,6 +249,23 @@ class LocalWorld:
         """Every peer does `count` rounds on a thread of its own."""
         return list(self.pool.map(lambda peer: [peer.round() for _ in range(count)], peers))
 
+    def rounds_until_all_vote(self) -> int:
+        """Rounds until every peer stands on a commit of whose voters it is one: then one may be cut off, and the others
+        go on. The version that they have come to."""
+        names = {peer.name for peer in self.peers}
+
+        def all_vote() -> bool:
+            commits = [peer.peer.exchange.machine.commit for peer in self.peers]
+            return all(commit is not None and {one.peer for one in commit.voters} == names for commit in commits)
+
+        def another_round() -> bool:
+            self.rounds(self.peers)
+            return self.ask(all_vote)
+
+        until(another_round, "all vote")
+        self.settle(self.peers)
+        return self.peers[0].version
+
     def let_in(self, joiner: LocalPeer, members: list[LocalPeer]) -> None:
         """The joiner enters with a version that its members make: they have reached it by then."""
         services = [ExchangeService(member.peer.exchange) for member in members]

@@ -622,6 +622,23 @@ def test_who_said_goodbye_promises_and_accepts_nothing_more(asks: type) -> None:
     assert machine.handle(m.Tick(), 9.0) == []
 
 
+def test_a_mean_equal_to_an_earlier_version_s_has_to_be_here_anew() -> None:
+    """Of the earlier one nothing may be here any more, and the log on the disk has it under the earlier version."""
+    machine = standing(7)
+    first = machine.commit
+    assert first is not None
+    machine.handle(m.MeanHeld("mean"), 0.1)
+    second = replace(first, version=8, height=8, previous=first.digest, mean_digest="mean")
+    machine.receive(said(C, m.Committed(second), head=second.digest), 0.2)
+    assert machine.commit == second
+    third = replace(second, version=9, height=9, previous=second.digest)
+    leader = machine._acceptor.seat(0)
+    machine.receive(said(leader, m.Propose(8, 0, third), head=second.digest), 0.3)
+    assert machine._acceptor.accepted == (-1, None)
+    machine.handle(m.MeanHeld("mean"), 0.4)
+    assert machine._acceptor.accepted == (0, third)
+
+
 @pytest.mark.parametrize(
     ("policy", "until_s"),
     [(SYNC, 14.0), (Policy(1, 0.2, 20.0, uses_slack=True), 12.0)],

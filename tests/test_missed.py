@@ -61,13 +61,13 @@ def left_behind(world: LocalWorld, versions: int) -> LocalPeer:
 
 def test_the_loop_answers_while_fetched_commits_are_hashed(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     hashing = Hashing(monkeypatch)
-    world.rounds(world.peers, 1)
+    version = world.rounds_until_all_vote()
     sleeper = left_behind(world, 3)
     assert hashing.began.wait(DEADLINE_S)
     world.call(hashing.may_end.set)
-    until(lambda: sleeper.peer.exchange.version == 4, "it has caught up", 20.0)
+    until(lambda: sleeper.peer.exchange.version == version + 3, "it has caught up", 20.0)
     sleeper.catch_up()
-    assert [commit.version for commit in sleeper.commits if not commit.drafter] == [0, 1, 2, 3, 4]
+    assert [commit.version for commit in sleeper.commits if not commit.drafter] == list(range(version + 4))
     assert sleeper.digest == world.peers[0].digest
     assert all(hashing.ended)
 
@@ -104,7 +104,7 @@ def test_a_state_is_offered_while_a_fetched_mean_is_hashed(world: LocalWorld, mo
 def test_versions_that_close_while_fetched_ones_are_hashed_come_once_and_in_order(
     world: LocalWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.rounds(world.peers, 1)
+    version = world.rounds_until_all_vote()
     sleeper = left_behind(world, 3)
     exchange, is_mean_of, kept = sleeper.peer.exchange, average.is_mean_of, list[int]()
     take_mean = exchange.archive.take_mean
@@ -126,31 +126,31 @@ def test_versions_that_close_while_fetched_ones_are_hashed_come_once_and_in_orde
                 await noted(Closed(commit, parts))
                 exchange._feed(Learned(commit))
 
-        if commit.version < 4:
+        if commit.version < version + 3:
             world.run(learn())  # from another member
         return is_mean_of(parts, commit, layout)
 
     monkeypatch.setattr(missed, "is_mean_of", overtaken)
-    until(lambda: exchange.version == 4, "it has caught up", 20.0)
+    until(lambda: exchange.version == version + 3, "it has caught up", 20.0)
     sleeper.catch_up()
-    assert [commit.version for commit in sleeper.commits if not commit.drafter] == [0, 1, 2, 3, 4]
+    assert [commit.version for commit in sleeper.commits if not commit.drafter] == list(range(version + 4))
     assert sleeper.digest == world.peers[0].digest
-    assert kept == [1, 2, 3]
+    assert kept == [version, version + 1, version + 2]
 
 
 def test_another_member_is_asked_where_the_first_has_just_joined(world: LocalWorld) -> None:
     """Its backlog begins with what closed since: that says nothing of what the others keep."""
-    world.rounds(world.peers, 1)
+    version = world.rounds_until_all_vote()
     awake, sleeper = world.peers[:2], world.peers[2]
     exchange, newcomer = sleeper.peer.exchange, awake[0].peer.exchange
     world.call(lambda: setattr(exchange.machine._chain, "_catching_up_until", math.inf))  # it asks nobody by itself
     left_behind(world, 2)
-    until(lambda: awake[1].peer.exchange.version == 3, "the other has them", 20.0)
+    until(lambda: awake[1].peer.exchange.version == version + 2, "the other has them", 20.0)
     world.call(newcomer.archive.backlog.clear)
 
     def has_caught_up() -> bool:  # one version may close meanwhile, by what had been on its way
         world.run(exchange._catch_up(newcomer.me))
-        return exchange.version == 3
+        return exchange.version == version + 2
 
     until(has_caught_up, "it has them", 20.0)
     assert not exchange.behind

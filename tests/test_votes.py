@@ -72,6 +72,24 @@ def test_half_a_line_was_never_said(votes: DiskVotes, tmp_path: Path, kept: int)
     assert (past.restored.saved, past.since(FIRST)) == (4, [NEXT, LAST])
 
 
+@pytest.mark.parametrize("noise", [bytes(64), b"\n" + bytes(9), b"one\ntwo\nthree"])
+def test_noise_behind_a_torn_line_was_never_said(votes: DiskVotes, tmp_path: Path, noise: bytes) -> None:
+    """A loss of power may leave bytes that nobody wrote, ends of lines among them."""
+    stand(votes)
+    path = tmp_path / VOTES
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.splitlines()[-1][:200] + noise)
+    past = past_votes(tmp_path)
+    assert past is not None
+    assert past.restored.saved == 3
+    again = DiskVotes(tmp_path, print, DiskUse())
+    assert save(again, 4, VoteRecord(LAST.digest), None, LAST)
+    again.stop()
+    past = past_votes(tmp_path)
+    assert past is not None
+    assert (past.restored.saved, past.since(FIRST)) == (4, [NEXT, LAST])
+
+
 def test_a_damaged_line_ends_the_life(votes: DiskVotes, tmp_path: Path) -> None:
     """Nobody knows what it has said: it must not vote as the one that said it."""
     stand(votes)
@@ -80,6 +98,25 @@ def test_a_damaged_line_ends_the_life(votes: DiskVotes, tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     assert past_votes(tmp_path) is None
+    path.write_bytes(data + b"half a line")  # and then it died in the middle of another
+    assert past_votes(tmp_path) is None
+    begun = DiskVotes(tmp_path, print, DiskUse())
+    stand(begun)  # the next life's votes are its own
+    begun.stop()
+    past = past_votes(tmp_path)
+    assert past is not None
+    assert (past.restored.saved, past.since(FIRST)) == (3, [NEXT])
+
+
+@pytest.mark.parametrize("where", [-2, -1])
+def test_damage_in_the_last_line_ends_the_life(votes: DiskVotes, tmp_path: Path, where: int) -> None:
+    """It was synced, and something may follow from it. Its end alone is like the end of a torn one."""
+    stand(votes)
+    path = tmp_path / VOTES
+    data = bytearray(path.read_bytes())
+    data[where] ^= 1
+    path.write_bytes(data)
+    assert (past_votes(tmp_path) is None) == (where == -2)
 
 
 def test_a_disk_that_refuses_takes_no_vote(votes: DiskVotes, tmp_path: Path) -> None:
@@ -91,6 +128,17 @@ def test_a_disk_that_refuses_takes_no_vote(votes: DiskVotes, tmp_path: Path) -> 
     past = past_votes(tmp_path)
     assert past is not None
     assert past.restored.saved == 5
+
+
+def test_a_process_that_has_not_saved_yet_forgets_no_vote(votes: DiskVotes, tmp_path: Path) -> None:
+    stand(votes)
+    again = DiskVotes(tmp_path, print, DiskUse())
+    again.forget(1)
+    again.stop()
+    again._thread.shutdown(wait=True)
+    past = past_votes(tmp_path)
+    assert past is not None
+    assert (past.restored.saved, past.restored.head, {*past.commits}) == (3, NEXT, {NEXT.digest})
 
 
 def test_commits_that_checkpoints_have_are_forgotten(votes: DiskVotes, tmp_path: Path) -> None:

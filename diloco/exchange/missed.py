@@ -65,7 +65,8 @@ class Fetcher:
             except (_Asked, LinkDown, LinkSlow, LinkRefused):
                 continue
             if fits:
-                if digest not in self._archive.means:  # else it came from elsewhere meanwhile
+                # Else it came from elsewhere meanwhile, and not with an earlier version whose mean is equal.
+                if commit.version > self._machine.version or digest not in self._archive.means:
                     await self._archive.take_mean(closed)
                     self._feed(m.MeanHeld(digest))
                 return

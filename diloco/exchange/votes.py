@@ -3,7 +3,8 @@
     <directory>/votes    lines of JSON with a checksum, each synced before anything is said that follows from it
 
 A line has the vote's record as it is from now on, with the accepted commit; and where the peer goes on to another head,
-that commit. The last line counts. What was torn at the end was never synced, so that nothing follows from it.
+that commit. The last line counts. What was torn at the end was never synced, so that nothing follows from it: half a
+line, and zeros or noise behind it. Damage before that, or in a file that ends with a line, a loss of power does not do.
 """
 
 from __future__ import annotations
@@ -97,8 +98,13 @@ class DiskVotes(Votes):
         """Write the lines anew that still count, in another file that then takes the place of this one."""
         beside = self._path.with_name(f".{VOTES}.tmp")
         try:
-            lines = self._path.read_bytes()[: self._bytes].splitlines(keepends=True)
-            kept = [line for line in lines[:-1] if _stands_from(line, version)] + lines[-1:]
+            if self._descriptor < 0:
+                self._open()
+            found = _lines(self._path.read_bytes()[: self._bytes])
+            if found is None:
+                return
+            kept = [line for line, tree in found[:-1] if _stands_from(tree, version)]
+            kept += [line for line, _ in found[-1:]]
             with beside.open("wb") as file:
                 file.writelines(kept)
                 file.flush()
@@ -114,7 +120,8 @@ class DiskVotes(Votes):
         make_folders(self._path.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(self._path, flags, 0o644)
-        self._bytes = self._path.read_bytes().rfind(b"\n") + 1
+        found = _lines(self._path.read_bytes())
+        self._bytes = sum(len(line) for line, _ in found or ())  # damaged: that life is over, and its votes go
         sync_path(self._path.parent)
 
     def _close(self) -> None:
@@ -149,29 +156,35 @@ def past_votes(directory: Path) -> PastVotes | None:
     """Records of the voter whose folder this is. None: nothing binds it, or what is there was damaged, so that nobody
     knows what this life has said: it is over."""
     try:
-        lines = (directory / VOTES).read_bytes().split(b"\n")
+        found = _lines((directory / VOTES).read_bytes())
     except OSError:
         return None
-    commits = dict[str, Commit]()
-    last: dict[str, Any] | None = None
-    for line in lines[:-1]:  # what follows the last line's end was never synced
-        last = unsealed(line)
-        if last is None:
-            return None
-        if "head" in last:
-            head = Commit.from_bytes(last["head"].encode())
-            commits[head.digest] = head
-    if last is None or last["record"]["head"] not in commits:
+    if not found:
+        return None
+    heads = (Commit.from_bytes(tree["head"].encode()) for _, tree in found if "head" in tree)
+    commits, last = {head.digest: head for head in heads}, found[-1][1]
+    if last["record"]["head"] not in commits:
         return None
     accepted = Commit.from_bytes(last["accepted"].encode()) if last["accepted"] is not None else None
     record = VoteRecord(**last["record"])
     return PastVotes(Restored(last["life"], last["number"], record, accepted, commits[record.head]), commits)
 
 
-def _stands_from(line: bytes, version: int) -> bool:
+def _lines(data: bytes) -> list[tuple[bytes, dict[str, Any]]] | None:
+    """Lines of a file of votes up to a torn tail, and what they say. None: the file was damaged.
+
+    Each line is synced before the next is written: a torn one has at most its own bytes, and its end comes last.
+    """
+    *lines, tail = data.split(b"\n")
+    found = [(line + b"\n", unsealed(line)) for line in lines]
+    whole = [(line, tree) for line, tree in found if tree is not None]
+    damaged = [number for number, (_, tree) in enumerate(found) if tree is None]
+    return whole if not damaged or (tail and damaged[0] == len(whole)) else None
+
+
+def _stands_from(tree: Mapping[str, Any], version: int) -> bool:
     """Whether a line has a commit of this version or a later one, on which the voter stood."""
-    tree = unsealed(line.removesuffix(b"\n"))
-    return tree is not None and "head" in tree and Commit.from_bytes(tree["head"].encode()).version >= version
+    return "head" in tree and Commit.from_bytes(tree["head"].encode()).version >= version
 
 
 def _text(commit: Commit | None) -> str | None:

@@ -38,7 +38,8 @@ class Contributor:
         self._exposed = False
         """Others have bytes of our contribution and may count it."""
         self._held: list[str] = []
-        """Digests of the latest means that are here, whole."""
+        """Digests of the latest means that are here, whole, since this version is made: two may have an equal mean, and
+        that of the earlier one may be gone already, or be in no log of the later."""
         self._whole: Reduction | None = None
         """The latest reduction of this version whose mean is here."""
         self._over = (-1, -1)
@@ -323,4 +324,4 @@ class Contributor:
     def forget(self) -> None:
         """Drop offer and reduction: another version is made next."""
         self.offer = self.reduction = self._whole = None
-        self._over = (-1, -1)
+        self._held, self._over = [], (-1, -1)
