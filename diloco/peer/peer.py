@@ -348,6 +348,8 @@ class Peer:
             self.report(first_counted_version=commit.version)
         self.report(version=commit.version, phase=Phase.TRAINING)
         yield from self._emit_view(before, commit)
+        if self._data_went_back(before, commit) and not self.asked_to_leave():
+            self.drop("the process before said goodbye, and the data of this progress went back to the others")
         event = self.chronicle.closed(commit, before, mine, seconds)
         seconds.clear()  # of what closes next
         if event is not None:
@@ -385,6 +387,14 @@ class Peer:
             yield from self.copy_state()
         except StateError as error:
             self.events.emit(Warned(error.cause))
+
+    def _data_went_back(self, before: Commit | None, after: Commit) -> bool:
+        """Whether others may train on the data of our progress, as they take us for one that has left. Who is only lost
+        keeps it: its data is nobody's."""
+        if before is None or self.name in after.leases.held or not self.line.trained.tokens:
+            return False
+        used = {counted.peer: counted.blocks for counted in after.counted}
+        return handed_back(before.leases, used, after.leases).get(self.name, False)
 
     def _emit_view(self, before: Commit | None, after: Commit) -> Life[None]:
         old = {member.peer for member in before.view} if before else set()

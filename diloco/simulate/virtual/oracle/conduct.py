@@ -378,11 +378,12 @@ class SimulatedConduct:
             raise Violation("I8", f"{host.name} leaves lineage {before.lineage} for {envelope.lineage}, which ends")
 
     def _check_asked(self, host: SimulatedProcess, effects: Sequence[fx.Effect]) -> None:
-        """Check that who is asked for an earlier attempt answers a coordinator that lives, where a trainer does."""
-        alive = host.machine.alive()
+        """Check that who is asked for an earlier attempt answers a coordinator that lives, where one could."""
+        alive, commit = host.machine.alive(), host.machine.commit
+        seats = [one.peer for one in commit.voting if not one.witness] if commit is not None else []
         answers = [one for one in effects if isinstance(one, fx.Send) and isinstance(one.envelope.body, m.Ready)]
         for answer in answers:
-            if answer.to not in alive and any(not one.witness for one in alive):
+            if answer.to not in alive and any(one.peer in seats for one in alive):
                 raise Violation("I7", f"{host.name} promises an attempt of {answer.to.peer}, which does not live")
 
     # ------------------------------------------------------------ events

@@ -116,7 +116,8 @@ class SimulatedAdmissions:
                     self._check_counted(host)
             case fx.Send(_, m.Envelope(body=m.Propose(commit=commit))) if commit.digest not in self._proposed:
                 self._proposed.add(commit.digest)
-                self._take_in(host, [member.peer for member in commit.view])
+                if commit.moves:  # with a version members are put out of the run; others may be let in or leave before
+                    self._take_in(host, [member.peer for member in commit.view])
 
     def _take_in(self, host: SimulatedProcess, view: list[str]) -> None:
         """Check a new proposal of a simulated peer: its view has none that this life barred for malformed bytes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
+from itertools import chain
 from operator import or_
 from typing import TYPE_CHECKING
 
@@ -234,10 +235,20 @@ class SimulatedProgress:
                 what = f"gives up what version {passed.version} counts, which closed here"
                 raise Violation("I2", f"{self.host.name} {what}")
 
+    def _others_get_its_data(self) -> bool:
+        """Whether the version that was just applied leases this simulated peer's data to others, as of one that left."""
+        commit, name = self.line.commit, self.host.name
+        before = self.invariants.commits.get(commit.previous) if commit is not None else None
+        if commit is None or before is None or name in commit.leases.held or name not in before.leases.held:
+            return False
+        last = before.leases.held[name][-1].stop - 1
+        there = [*commit.leases.returned, *chain.from_iterable(commit.leases.held.values())]
+        return any(run.start <= last < run.stop for run in there)
+
     def dropped(self, discarded_tokens: int, done: bool) -> None:
-        """Check that a simulated peer gives its progress up only where it ends or begins: who skips a round keeps it.
-        Simulated progress is finite. `done`: it knows that the run has ended."""
-        if discarded_tokens and self.mine and not (self.host.leaving or done):
+        """Check that a simulated peer gives its progress up only where it ends or begins, or others get its data: who
+        skips a round keeps it. Simulated progress is finite. `done`: it knows that the run has ended."""
+        if discarded_tokens and self.mine and not (self.host.leaving or done or self._others_get_its_data()):
             raise Violation("I4", f"{self.host.name} gives {discarded_tokens} tokens up, and neither ends nor begins")
         self.pending = False
         for index, masks in enumerate(self.uncommitted):
