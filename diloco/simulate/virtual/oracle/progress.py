@@ -236,7 +236,7 @@ class SimulatedProgress:
                 raise Violation("I2", f"{self.host.name} {what}")
 
     def _others_get_its_data(self) -> bool:
-        """Whether the version that was just applied leases this simulated peer's data to others, as of one that left."""
+        """Whether the version applied last leases this simulated peer's data to others, as of one that left."""
         commit, name = self.line.commit, self.host.name
         before = self.invariants.commits.get(commit.previous) if commit is not None else None
         if commit is None or before is None or name in commit.leases.held or name not in before.leases.held:
