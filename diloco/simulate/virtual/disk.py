@@ -62,6 +62,8 @@ class SimulatedDisk:
         """Commits of checkpoints on it that did not lead to the state that was copied last."""
         self.reach = self.NOWHERE
         """Version and commit to which that checkpoint and the log must lead."""
+        self.promised: dict[tuple[int, str], int] = {}
+        """The latest attempt that a voter on it has promised, by its life and the commit that it stood on."""
         self.put_away: list[Path] = []
         """Folders of disks that were taken out."""
         self._owed_s = 0.0
@@ -226,7 +228,7 @@ class SimulatedDisk:
     def cloned(self) -> SimulatedDisk:
         """A copy of this disk in another machine."""
         other = self._successor()
-        other.saved, other.damaged = [*self.saved], self.damaged
+        other.saved, other.damaged, other.promised = [*self.saved], self.damaged, {**self.promised}
         if self.folder.exists():
             shutil.copytree(self.folder, other.folder)
             other.settle()

@@ -31,8 +31,6 @@ class SimulatedBallots:
     def __init__(self, world: SimulatedWorld) -> None:
         self.world = world
         self._proposed: dict[str, Commit] = {}
-        self._promised: dict[tuple[str, int, str], int] = {}
-        """By peer, incarnation and the commit that it stood on: the latest attempt."""
         self._promisers: dict[tuple[str, int], set[str]] = {}
         """By the commit that they stood on, and attempt."""
         self._attempt: dict[str, int] = {}
@@ -52,7 +50,7 @@ class SimulatedBallots:
         """Check what a simulated peer is about to send against the rules of the vote."""
         match effect:
             case fx.Send(_, m.Envelope(body=m.Ready() as ready) as envelope):
-                self._promise(envelope, ready)
+                self._promise(host, envelope, ready)
             case fx.Send(to, m.Envelope(body=m.Propose() as propose)):
                 self._ask(host, to, propose)
                 self._propose(host, propose)
@@ -123,12 +121,13 @@ class SimulatedBallots:
             raise Violation("I5", f"{host.name} accepts {_name(commit, ballot[0])} without its mean")
         raise Violation("I5", f"{host.name} votes for its own {_name(commit, ballot[0])} before the others")
 
-    def _promise(self, envelope: m.Envelope, ready: m.Ready) -> None:
-        """Note a simulated promise, by the commit under it: its sender may just have founded a lineage."""
+    def _promise(self, host: SimulatedProcess, envelope: m.Envelope, ready: m.Ready) -> None:
+        """Note a simulated promise, by the commit under it: its sender may just have founded a lineage. It binds each
+        process on this disk, and those on copies that are made of it later."""
         me, before = envelope.sender, envelope.head
         if before:
-            key = me.peer, me.incarnation, before
-            self._promised[key] = max(self._promised.get(key, 0), ready.attempt)
+            promised, place = host.disk.promised, (me.incarnation, before)
+            promised[place] = max(promised.get(place, 0), ready.attempt)
             self._promisers.setdefault((before, ready.attempt), set()).add(me.peer)
 
     def _ask(self, host: SimulatedProcess, to: Member, propose: m.Propose) -> None:
@@ -209,7 +208,7 @@ class SimulatedBallots:
         me, before = host.machine.me, host.machine.commit
         if before is None or before.digest != commit.previous or me not in before.view:
             raise Violation("I1", f"{host.name} votes for {_name(commit, attempt)} and is no member before it")
-        promised = self._promised.get((me.peer, me.incarnation, before.digest), 0)
+        promised = host.disk.promised.get((me.incarnation, before.digest), 0)
         if attempt < promised:
             raise Violation("I1", f"{host.name} accepts {_name(commit, attempt)} after it promised attempt {promised}")
         ballot = attempt, commit.digest
