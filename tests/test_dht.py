@@ -149,6 +149,7 @@ def test_importing_it_is_cheap() -> None:
 # ---------------------------------------------------------------- starting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "address", ["", "hello", "127.0.0.1:4000", "/ip4/127.0.0.1/tcp/1", f"/ip4/::1,/tcp/1/p2p/{NOBODY}"]
 )

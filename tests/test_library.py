@@ -336,6 +336,7 @@ def test_a_round_is_finished_before_later_versions_are_looked_at(own: Own) -> No
     assert own.peer.journal.totals.uncommitted == own.peer.line.trained.tokens == 20
 
 
+@pytest.mark.slow(queued=False)
 def test_whoever_leaves_does_not_wait_to_be_let_in_once_more(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last contribution was counted by a version whose view leaves it out; the others then are quiet."""
     own.steps(5)
@@ -356,6 +357,7 @@ def test_whoever_leaves_does_not_wait_to_be_let_in_once_more(own: Own, monkeypat
     assert (totals.committed, totals.discarded, totals.uncommitted) == (own.counted(), 10, 0) == (40, 10, 0)
 
 
+@pytest.mark.slow(queued=False)
 def test_whoever_leaves_outside_the_view_is_told_what_was_counted(own: Own) -> None:
     own.steps(5)
     with nobody_reaches(own.run.name):

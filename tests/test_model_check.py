@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,16 @@ from scripts.models.main import main
 from scripts.models.search import search
 
 BY_NAME = {case.name: case for case in CASES}
+slow = pytest.mark.slow(queued=False)
+LONG = {"two", "hand-over", "all-leave", "half", "mean-unlogged", "seat-restarts", "three-attempts"}
+"""Cases that take seconds."""
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.quick], ids=lambda case: case.name)
+def by_length(case: str, *rest: object) -> Any:
+    return pytest.param(*rest, marks=slow if case in LONG else ())
+
+
+@pytest.mark.parametrize("case", [by_length(one.name, one) for one in CASES if one.quick], ids=lambda one: one.name)
 def test_a_case_finds_what_it_should(case: Case) -> None:
     found = search(case.model)
     assert found.verdict == case.expected, found
@@ -65,16 +73,16 @@ def keeps_the_record(record: VoteRecord, head: str) -> VoteRecord:
 @pytest.mark.parametrize(
     ("where", "name", "bug", "case", "verdict"),
     [
-        (VoteRecord, "lead", leads_again, "seat-restarts", "BROKEN"),
-        (VoteRecord, "accept", breaks_promises, "three", "BROKEN"),
-        (VoteRecord, "promise", forgets_its_vote, "three-attempts", "BROKEN"),
-        (VoteRecord, "stand", keeps_the_record, "views-first", "STUCK"),
-        (Voters, "suffice", takes_any_half, "two", "BROKEN"),
-        (Voters, "suffice", takes_a_half_of_any_boots, "half", "BROKEN"),
-        (vote, "choices", the_oldest, "three-attempts", "BROKEN"),
-        (vote, "choose", passes_over, "three", "BROKEN"),
-        (vote, "may_go", lambda stand, voters: True, "both-leave", "STUCK"),
-        (vote, "most_named", lambda old, proven: old, "grows-from-four", "BROKEN"),
+        by_length("seat-restarts", VoteRecord, "lead", leads_again, "seat-restarts", "BROKEN"),
+        by_length("three", VoteRecord, "accept", breaks_promises, "three", "BROKEN"),
+        by_length("three-attempts", VoteRecord, "promise", forgets_its_vote, "three-attempts", "BROKEN"),
+        by_length("views-first", VoteRecord, "stand", keeps_the_record, "views-first", "STUCK"),
+        by_length("two", Voters, "suffice", takes_any_half, "two", "BROKEN"),
+        by_length("half", Voters, "suffice", takes_a_half_of_any_boots, "half", "BROKEN"),
+        by_length("three-attempts", vote, "choices", the_oldest, "three-attempts", "BROKEN"),
+        by_length("three", vote, "choose", passes_over, "three", "BROKEN"),
+        by_length("both-leave", vote, "may_go", lambda stand, voters: True, "both-leave", "STUCK"),
+        by_length("grows-from-four", vote, "most_named", lambda old, proven: old, "grows-from-four", "BROKEN"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

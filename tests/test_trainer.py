@@ -242,6 +242,7 @@ def test_with_nothing_left_to_train_nobody_skips_rounds_at_the_door(world: Train
     assert not [told for told in outside.told if told["kind"] == "skip"]
 
 
+@pytest.mark.slow(queued=False)
 @pytest.mark.parametrize("world", [{"run": {"total_tokens": 32}}], indirect=True)
 def test_whoever_copies_the_last_state_ends_where_that_stands(world: Trainers) -> None:
     *others, copier = world.peers

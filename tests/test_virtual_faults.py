@@ -71,6 +71,7 @@ def test_a_part_is_slower_than_stall_s_and_never_still() -> None:
 FOUR = "peers 4\ndelay_s 0.02\nround_s 2\ncalm_s 60\nbandwidth 0.4+0.4+0.4+"
 
 
+@pytest.mark.slow(queued=False)
 @pytest.mark.parametrize("policy", ["sync", "quorum", "async"])
 @pytest.mark.parametrize(("rate", "counted"), [("0.1", True), ("0.02", False)])
 def test_one_slow_uplink_makes_nobody_restart(policy: str, rate: str, counted: bool) -> None:

@@ -27,6 +27,7 @@ def hashed(seed: int) -> str:
     return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 
+@pytest.mark.slow(queued=False)
 def test_a_seed_has_the_same_hash_in_every_process_and_order() -> None:
     """Order of sets, addresses of objects, and caches that others filled, are what could differ."""
     command = [sys.executable, "-m", "tests.test_virtual_repeats"]

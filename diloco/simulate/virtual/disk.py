@@ -116,6 +116,10 @@ class SimulatedDisk:
         status = path.stat()
         return self._synced.get(status.st_ino, 0) >= status.st_size
 
+    def kept(self, path: Path) -> bytes:
+        """The content of a file that is there after a loss of power: what was written since may follow it."""
+        return path.read_bytes()[: self._synced.get(path.stat().st_ino, 0)]
+
     def owed(self) -> float:
         """Seconds that syncs took since the last call: whoever asked for them has to wait so long."""
         owed_s, self._owed_s = self._owed_s, 0.0

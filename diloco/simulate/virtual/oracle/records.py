@@ -235,8 +235,8 @@ class SimulatedRecords:
         if disk.refusals > self._refusals or disk.reach[1] != applied.previous:
             return
         parts = self._process.line.layout.fragments[applied.fragment].parts
-        files = (path for path in (disk.folder / LOG).glob(f"v{version:08d}.*") if disk.certain(path))
-        there = set[int]().union(*(logged_parts(path, applied.mean_digest) for path in files))
+        files = (disk.folder / LOG).glob(f"v{version:08d}.*")
+        there = set[int]().union(*(logged_parts(disk.kept(path), applied.mean_digest) for path in files))
         if applied.moves and disk.durable < version and there != set(range(parts)):
             raise Violation("I5", f"{self._process.name} applies version {version}, whose mean is not in its log")
         disk.reach = (version, applied.digest)
@@ -271,9 +271,9 @@ def _tensors(folder: Path, group: str) -> Mapping[str, Tensor]:
     return tensors
 
 
-def logged_parts(path: Path, digest: str) -> set[int]:
+def logged_parts(data: bytes, digest: str) -> set[int]:
     """Parts of a mean that a file of a log has, whole and as they were written; none, if it has no such mean."""
-    data, at, held = path.read_bytes(), 0, set[int]()
+    at, held = 0, set[int]()
     while len(data) - at >= FRAME.size:
         part, size, checksum = FRAME.unpack_from(data, at)
         payload = data[at + FRAME.size : at + FRAME.size + size]
