@@ -51,7 +51,7 @@ from tests.references import ROOT, TRANSCRIPTS, transcript_now
 pytestmark = pytest.mark.no_cover  # which makes a simulation nearly twice as slow
 
 PLANS = sorted((ROOT / "tests" / "plans").glob("*.txt"))
-SEEDS, PER_TEST = 20, 5
+SEEDS, PER_TEST, WITH_OPTIONS = 20, 5, 10
 slow = pytest.mark.slow(queued=False)
 NOTICED_WITHIN = {
     "no-majority": 5,
@@ -162,17 +162,17 @@ def test_who_comes_back_with_its_clock_set_back_finds_those_who_went_on_apart() 
 
 @slow
 def test_seeds_hold_under_async() -> None:
-    tally = run_seeds(range(PER_TEST), SeedOptions(policy="async"))
+    tally = run_seeds(range(WITH_OPTIONS), SeedOptions(policy="async"))
     assert not tally.violations
-    assert tally.versions > 3 * PER_TEST
+    assert tally.versions > 3 * WITH_OPTIONS
 
 
 @slow
 def test_seeds_hold_with_speeds_over_a_range_of_ten() -> None:
     """The policies that wait for the slow: sync and quorum."""
-    tally = run_seeds(range(PER_TEST), SeedOptions(speeds="0.1:1"))
+    tally = run_seeds(range(WITH_OPTIONS), SeedOptions(speeds="0.1:1"))
     assert not tally.violations
-    assert tally.versions > 3 * PER_TEST
+    assert tally.versions > 3 * WITH_OPTIONS
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
