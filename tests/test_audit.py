@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.accounts.audit import Audit, audit, audit_text
-from diloco.accounts.ledger import LEDGER, Record, encode, left_off, read_ledger
+from diloco.accounts.ledger import LEDGER, Record, encode, read_ledger
+from diloco.accounts.left_off import left_off
 from diloco.accounts.replay import replay
 from diloco.base.errors import DilocoError, StateError, UsageError
 from diloco.base.sealed import sealed_line

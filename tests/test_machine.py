@@ -1173,7 +1173,7 @@ def test_a_seat_whose_disk_refuses_is_passed_over() -> None:
 
 @pytest.mark.parametrize(
     ("boot", "before", "reply"),
-    [(5, 0, m.Reply.OK), (4, 9, m.Reply.FENCED), (6, 8, m.Reply.OLD_COPY), (6, 9, m.Reply.OK)],
+    [(5, 0, m.Reply.OK), (4, 9, m.Reply.OLD_COPY), (6, 8, m.Reply.OLD_COPY), (6, 9, m.Reply.OK)],
     ids=["the same process", "the one before", "an old copy of the disk", "the next one"],
 )
 def test_of_a_life_the_latest_process_speaks_with_all_that_was_said(boot: int, before: int, reply: m.Reply) -> None:

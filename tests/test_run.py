@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from diloco.accounts.ledger import left_off, read_ledger
+from diloco.accounts.ledger import read_ledger
+from diloco.accounts.left_off import left_off
 from diloco.config.load import load_contract
 from diloco.observe.events import Ended
 from diloco.observe.run_folder import read_state

@@ -148,3 +148,14 @@ def test_commits_that_checkpoints_have_are_forgotten(votes: DiskVotes, tmp_path:
     past = past_votes(tmp_path)
     assert past is not None
     assert (past.restored.saved, past.restored.head, {*past.commits}) == (4, NEXT, {NEXT.digest})
+
+
+def test_commits_of_a_lineage_that_was_left_lead_as_far_as_they_go(votes: DiskVotes, tmp_path: Path) -> None:
+    """It copied a state in between, of which no line tells."""
+    stand(votes)
+    far = replace(LAST, version=9, height=9, lineage="other", previous="unknown")
+    assert save(votes, 4, VoteRecord(far.digest), None, far)
+    past = past_votes(tmp_path)
+    assert past is not None
+    assert past.since(FIRST) == [NEXT]
+    assert past.since(NEXT) == past.since(far) == past.since(None) == []

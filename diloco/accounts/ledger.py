@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from diloco.base import failpoints
 from diloco.base.errors import ResourceError, StateError
 from diloco.base.files import disk, make_folders, sync_path
 from diloco.base.sealed import canonical, sealed_line, unsealed
-from diloco.base.types import Commit, Member
+from diloco.base.types import Commit
 
 FORMAT = 2
 """1 had commits without height and voters, and lives without boots."""
@@ -407,85 +407,3 @@ def _damaged(path: Path, error: DamagedLine) -> StateError:
 
 
 # ---------------------------------------------------------------- the life before
-
-
-@dataclass(frozen=True, slots=True)
-class LeftOff:
-    """Position of a peer at the end of the last life in its ledger."""
-
-    peer: str
-    contract_digest: str
-    began_us: int
-    """Start of that life in microseconds (`new_incarnation`)."""
-    version: int
-    commit: Commit | None
-    """The last that the peer applied in the run that it founded or joined last; None when it died before the first."""
-    history: Mapping[int, frozenset[str]] | None
-    """Digests of the commits on which the peer stood in that run, by version: without those that it left for others,
-    and without what is known not to lead to the state that it copied last. None where a full disk refused some."""
-
-    @property
-    def others(self) -> tuple[Member, ...]:
-        """The other members of the run, by the last commit in this peer's ledger."""
-        return tuple(member for member in self.commit.view if member.peer != self.peer) if self.commit else ()
-
-
-def left_off(records: Sequence[Record]) -> LeftOff | None:
-    """Position at the end of a ledger; None when no life began. Raises ValueError for a malformed last commit."""
-    opening: Mapping[str, Any] = {}
-    last: Record | None = None
-    version = 0
-    history: dict[int, dict[str, Mapping[str, Any]]] = {}  # with the lineage and tokens of each, as far as written
-    whole = True
-    for record in records:
-        fields = record.fields
-        origin: Mapping[str, Any] = {}
-        if record.kind == "open":
-            another = fields["contract_digest"] != opening.get("contract_digest")
-            if fields["founds"] or another:
-                last = None  # those of before are not in this run, or in a lineage that was left on purpose
-            if another or (fields["founds"] and not fields["resumed"]):
-                whole = True
-                history.clear()
-            opening, version = fields, fields["version"]
-        elif record.kind == "commit":
-            last, version, origin = record, fields["commit"]["version"], fields["commit"]
-        elif record.kind == "adopt":
-            version = fields["version"]
-            forks: Mapping[str, int] = fields.get("forks", {})
-            if fields.get("lineage") in forks:  # else it is unknown what led there
-                origin = {"lineage": fields["lineage"], "tokens": forks[fields["lineage"]]}
-                _keep_leading(history, forks)
-        elif record.kind == "gap":
-            whole = False
-        joins = record.kind == "open" and not (fields["founds"] or fields["resumed"])  # and has no state yet
-        if "digest" in fields and not joins:
-            while history and (latest := next(reversed(history))) > version:
-                del history[latest]
-            history.setdefault(version, {}).setdefault(fields["digest"], origin)  # two where a lineage is founded
-    if not opening:
-        return None
-    commit = last.commit if last else None
-    stood = {version: frozenset(digests) for version, digests in history.items()} if whole else None
-    return LeftOff(opening["peer"], opening["contract_digest"], opening["boot"], version, commit, stood)
-
-
-def states_and_boot(directory: Path) -> tuple[Mapping[str, str], int]:
-    """Digests of states after commits, by digest of the commit, and the boot of the last process, as the ledger in a
-    peer's folder has them; none and 0 where it cannot be read."""
-    try:
-        records = read_ledger(directory / LEDGER).records
-    except (StateError, ValueError):
-        return {}, 0
-    states = {record.fields["digest"]: record.fields["state"] for record in records if record.kind == "commit"}
-    return states, max((record.fields["boot"] for record in records if record.kind == "open"), default=0)
-
-
-def _keep_leading(history: dict[int, dict[str, Mapping[str, Any]]], forks: Mapping[str, int]) -> None:
-    """Take out of the history what is known not to lead to a copied state (`Ledger.adopted`)."""
-    for version, digests in list(history.items()):
-        for digest, origin in list(digests.items()):
-            if "lineage" in origin and origin.get("tokens", 0) > forks.get(origin["lineage"], -1):
-                del digests[digest]
-        if not digests:
-            del history[version]

@@ -143,13 +143,18 @@ class PastVotes:
     """By digest."""
 
     def since(self, commit: Commit | None) -> Sequence[Commit]:
-        """The commits that lead from this one to where it stood last; none where they do not."""
-        found = list[Commit]()
+        """The commits that follow this one, in order: those that lead to where it stood last, or else as far as they
+        go, as where a state of another lineage was copied. None after no commit."""
+        follows = {one.previous: one for one in self.commits.values()}
         digest = self.restored.head.digest
-        while digest in self.commits and (commit is None or digest != commit.digest):
-            found.append(self.commits[digest])
-            digest = found[-1].previous
-        return found[::-1] if commit is not None and digest == commit.digest else ()
+        while digest in self.commits:
+            follows[self.commits[digest].previous] = self.commits[digest]
+            digest = self.commits[digest].previous
+        found = list[Commit]()
+        while commit is not None and commit.digest in follows:
+            commit = follows[commit.digest]
+            found.append(commit)
+        return found
 
 
 def past_votes(directory: Path) -> PastVotes | None:

@@ -6,11 +6,13 @@ been decided; and versions that it closed and had not applied yet are applied, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.accounts.journal import Journal
-from diloco.accounts.ledger import states_and_boot
+from diloco.accounts.left_off import booked
 from diloco.base.decisions import Redo
 from diloco.base.life import Life
 from diloco.base.types import Closed, Commit
@@ -31,7 +33,8 @@ class Restart:
 
     def __init__(self, folder: Path, past: PastVotes) -> None:
         self._folder, self._past = folder, past
-        self._states, self.boot = states_and_boot(folder)
+        self._booked = booked(folder)
+        self.boot = self._booked.boot
         self._unbooked: list[tuple[Commit, str]] = []
         """Commits that no ledger has, each with the digest of the state after it."""
 
@@ -57,7 +60,7 @@ class Restart:
         Where one of them counts this peer, the progress of the checkpoint goes: it may be what was counted.
         """
         line, folder = peer.line, str(self._folder.resolve())
-        for commit in self._past.since(line.commit):
+        for commit in self._since(line.commit):
             if commit.moves:
                 drops = any(counted.peer == peer.name for counted in commit.counted)
                 yield from peer.do(Redo(commit.to_bytes().decode(), folder, peer.name, drops))
@@ -67,7 +70,7 @@ class Restart:
                     book_drop(line)
                     line.trained.blocks = 0  # the lease begins behind those that were counted
                 book(line, commit, None)
-                if self._states.get(commit.digest, line.state.digest) != line.state.digest:
+                if self._booked.states.get(commit.digest, line.state.digest) != line.state.digest:
                     peer.warn(f"the log makes another state of version {commit.version}: going on from the checkpoint")
                     self._unbooked.clear()
                     yield from peer.restore(checkpoint)
@@ -75,8 +78,16 @@ class Restart:
                 peer.ending.on_commit(commit)
             else:
                 peer.found_again(line.commit, commit)
-            if commit.digest not in self._states:
+            if commit.digest not in self._booked.states:
                 self._unbooked.append((commit, line.state.digest))
+
+    def _since(self, commit: Commit | None) -> Sequence[Commit]:
+        """The commits to apply after this one. Where they do not lead to where the voter stood last, a state of another
+        lineage was copied: then those that led there, by the ledger."""
+        found = self._past.since(commit)
+        if found and found[-1] == self._past.restored.head:
+            return found
+        return [*takewhile(lambda one: one.digest in self._booked.stood, found)]
 
     def book(self, journal: Journal) -> None:
         """Book what the process before had closed and not applied."""

@@ -253,9 +253,12 @@ class Membership:
     def on_outdated(self, _: m.Outdated) -> None:
         """Go on as another life: what bound this one is not all on our disk."""
         if not self.joining:
-            self._post.note("our disk is an old copy: going on as another life, which asks to be taken in")
             self._new_incarnation()
-            self.coordinator.forget()
+            self.coordinator.forget_version()
+            self.contributor.drop()
+            if self.contributor.offer is not None:
+                self.contributor.give_up("of our life another process speaks, or did")
+            self._post.note("our disk is an old copy: going on as another life, which asks to be taken in")
 
     def on_reached(self, event: m.Reached) -> None:
         """Note that a peer answered."""

@@ -261,7 +261,7 @@ class Reply(IntEnum):
     BARRED = 10  # you sent what no honest peer sends, too often
     DAMAGED = 11  # your bytes were damaged on the way: say it again
     BUSY = 12  # I swap weights with somebody else now
-    OLD_COPY = 14  # your disk is an old copy: it lacks what your life has said
+    OLD_COPY = 14  # your disk lacks what your life has said: it is an old copy, or a later process has one
     UNREACHED = 13  # I hear you, and nothing that I send reaches you at the address that you gave: you cannot join
 
 

@@ -172,14 +172,14 @@ class Roster:
         return known is None or known.member.incarnation == member.incarnation or self._succeeds(member, known, now)
 
     def boots(self, envelope: Envelope, evicted: bool) -> Reply:
-        """OK for the latest process of a life; FENCED for an earlier one; OLD_COPY for a later one whose disk lacks
-        what the life has said. `evicted`: an operator said that this life is over, and no process brings it back."""
+        """OK for the latest process of a life; OLD_COPY for an earlier one, or one that began with an old copy of the
+        disk. `evicted`: an operator said that this life is over, and no process brings it back."""
         known = self._entries.get(envelope.sender.peer)
         if known is None or known.member != envelope.sender or envelope.sender == self.me:
             return Reply.OK
-        if envelope.boot < known.boot:
-            return Reply.FENCED
-        if envelope.boot > known.boot and envelope.before < known.saved:
+        earlier = envelope.boot < known.boot
+        copied = envelope.boot > known.boot and envelope.before < known.saved
+        if earlier or copied:  # its disk lacks what the life has said
             return Reply.OLD_COPY
         if envelope.boot > known.boot and not evicted:
             known.left = False  # a voter that went, uncounted, is back with its disk, and its vote is needed

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.accounts.ledger import LEDGER, left_off, read_ledger
+from diloco.accounts.ledger import LEDGER, read_ledger
+from diloco.accounts.left_off import left_off
 from diloco.base.errors import StateError
 from diloco.config.site import Site
 from diloco.storage.checkpoint import CHECKPOINTS, Checkpoint, latest, load, newest

@@ -32,7 +32,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.accounts.ledger import left_off, read_ledger
+from diloco.accounts.ledger import read_ledger
+from diloco.accounts.left_off import left_off
 from diloco.base.errors import DilocoError
 from diloco.config.site import TimeoutsSection
 from diloco.observe.event_log import EventLine, read_lines

@@ -154,10 +154,17 @@ def _late(world: SimulatedWorld, fault: Fault) -> bool:
     return True
 
 
+MIN_VOTERS_OF_TWINS = 3
+
+
 def _twin(world: SimulatedWorld, fault: Fault) -> bool:
-    """The fault "twin": a living simulated peer is taken for dead, and started once more elsewhere."""
+    """The fault "twin": a living simulated peer is taken for dead, and started once more elsewhere. Not with a copy of
+    its disk where its vote may decide without a third one's: two histories come of that, whatever the others say."""
     host = world.host(fault.peer)
     if host is None or not host.alive:
+        return False
+    commit = host.machine.commit if host.up else None
+    if fault.how != "blank" and commit is not None and len(commit.voters) < MIN_VOTERS_OF_TWINS:
         return False
     world.log(host.name, "is STARTED TWICE")
     world.ghosts.append(world.hosts.pop(host.name))

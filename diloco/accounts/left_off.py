@@ -1,0 +1,108 @@
+"""Where a peer left off, by its ledger: the run that it may go on with, and the commits on which it stood."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.accounts.ledger import LEDGER, Record, read_ledger
+from diloco.base.errors import StateError
+from diloco.base.types import Commit, Member
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOff:
+    """Position of a peer at the end of the last life in its ledger."""
+
+    peer: str
+    contract_digest: str
+    began_us: int
+    """Start of that life in microseconds (`new_incarnation`)."""
+    version: int
+    commit: Commit | None
+    """The last that the peer applied in the run that it founded or joined last; None when it died before the first."""
+    history: Mapping[int, frozenset[str]] | None
+    """Digests of the commits on which the peer stood in that run, by version: without those that it left for others,
+    and without what is known not to lead to the state that it copied last. None where a full disk refused some."""
+
+    @property
+    def others(self) -> tuple[Member, ...]:
+        """The other members of the run, by the last commit in this peer's ledger."""
+        return tuple(member for member in self.commit.view if member.peer != self.peer) if self.commit else ()
+
+
+def left_off(records: Sequence[Record]) -> LeftOff | None:
+    """Position at the end of a ledger; None when no life began. Raises ValueError for a malformed last commit."""
+    opening: Mapping[str, Any] = {}
+    last: Record | None = None
+    version = 0
+    history: dict[int, dict[str, Mapping[str, Any]]] = {}  # with the lineage and tokens of each, as far as written
+    whole = True
+    for record in records:
+        fields = record.fields
+        origin: Mapping[str, Any] = {}
+        if record.kind == "open":
+            another = fields["contract_digest"] != opening.get("contract_digest")
+            if fields["founds"] or another:
+                last = None  # those of before are not in this run, or in a lineage that was left on purpose
+            if another or (fields["founds"] and not fields["resumed"]):
+                whole = True
+                history.clear()
+            opening, version = fields, fields["version"]
+        elif record.kind == "commit":
+            last, version, origin = record, fields["commit"]["version"], fields["commit"]
+        elif record.kind == "adopt":
+            version = fields["version"]
+            forks: Mapping[str, int] = fields.get("forks", {})
+            if fields.get("lineage") in forks:  # else it is unknown what led there
+                origin = {"lineage": fields["lineage"], "tokens": forks[fields["lineage"]]}
+                _keep_leading(history, forks)
+        elif record.kind == "gap":
+            whole = False
+        joins = record.kind == "open" and not (fields["founds"] or fields["resumed"])  # and has no state yet
+        if "digest" in fields and not joins:
+            while history and (latest := next(reversed(history))) > version:
+                del history[latest]
+            history.setdefault(version, {}).setdefault(fields["digest"], origin)  # two where a lineage is founded
+    if not opening:
+        return None
+    commit = last.commit if last else None
+    stood = {version: frozenset(digests) for version, digests in history.items()} if whole else None
+    return LeftOff(opening["peer"], opening["contract_digest"], opening["boot"], version, commit, stood)
+
+
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """Contents of a ledger that the next process of its peer needs."""
+
+    states: Mapping[str, str]
+    """Digests of states after commits, by digest of the commit."""
+    boot: int
+    """That of the last process; 0: there was none."""
+    stood: frozenset[str]
+    """Digests of commits (`LeftOff.history`); none where they are not known."""
+
+
+def booked(directory: Path) -> Booked:
+    """That of the ledger in a peer's folder; nothing where it cannot be read."""
+    try:
+        records = read_ledger(directory / LEDGER).records
+        left = left_off(records)
+    except (StateError, ValueError):
+        return Booked({}, 0, frozenset())
+    states = {record.fields["digest"]: record.fields["state"] for record in records if record.kind == "commit"}
+    boot = max((record.fields["boot"] for record in records if record.kind == "open"), default=0)
+    history = left.history if left is not None and left.history is not None else {}
+    return Booked(states, boot, frozenset().union(*history.values()))
+
+
+def _keep_leading(history: dict[int, dict[str, Mapping[str, Any]]], forks: Mapping[str, int]) -> None:
+    """Take out of the history what is known not to lead to a copied state (`Ledger.adopted`)."""
+    for version, digests in list(history.items()):
+        for digest, origin in list(digests.items()):
+            if "lineage" in origin and origin.get("tokens", 0) > forks.get(origin["lineage"], -1):
+                del digests[digest]
+        if not digests:
+            del history[version]
