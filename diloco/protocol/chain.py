@@ -80,6 +80,11 @@ class Chain:
         return {member.peer for member in self._heads[0].view} if self._heads else set()
 
     @property
+    def evicted(self) -> set[str]:
+        """Voters that an operator evicted, by the commits of this version that left them out before the next."""
+        return {peer for head in self._heads[1:] for peer in head.evicted}
+
+    @property
     def making(self) -> int:
         """The version for which attempts are made and votes are taken: the next after the latest commit."""
         return self.version + 1

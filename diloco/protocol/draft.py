@@ -35,6 +35,7 @@ class Drafter:
         used = {entry.peer: entry.blocks for entry in counted}
         leaving = membership.leavers() | ({*reduction.begin.leaving} & used.keys())  # one not counted offers it again
         left = leaving | (before.leases.held.keys() - {member.peer for member in before.view})  # by view commits
+        left -= membership.electorate.evicted | self.chain.evicted  # nobody knows on which data those trained
         view, voters = self._next_view(leaving)
         names = [member.peer for member in view if not member.witness]
         return Commit(
