@@ -46,8 +46,9 @@ class SimulatedPromise:
             return f"version {newest.version} is with no trainer that lives"
         votes, needed = self._votes(newest)
         if len(votes) < needed:  # under `continue` the living found a lineage of their own, or where enough are evicted
-            answered = any(self._is_evicted(one, self._living(newest)) for one in newest.voting)
-            return "" if heals or answered else f"{len(votes)} of {needed} votes for version {newest.version + 1} live"
+            stay = [one for one in newest.voting if not self._is_evicted(one, self._living(newest))]
+            alone = heals or len(stay) < needed
+            return "" if alone else f"{len(votes)} of {needed} votes for version {newest.version + 1} live"
         return self._means(newest, votes)
 
     def _trainers(self, commit: Commit) -> list[SimulatedProcess]:
