@@ -35,8 +35,8 @@ class Contributor:
         self.reduction: Reduction | None = None
         self.moved_bytes = 0
         """Bytes that this peer has received, and others have taken from it, in rounds so far."""
-        self._exposed = False
-        """Others have bytes of our contribution and may count it."""
+        self._exposed_at = -1
+        """Version on which the contribution was measured that others have bytes of, and may count; -1: none."""
         self._held: list[str] = []
         """Digests of the latest means that are here, whole, since this version is made: two may have an equal mean, and
         that of the earlier one may be gone already, or be in no log of the later."""
@@ -150,7 +150,7 @@ class Contributor:
         """Have the training side skip the round."""
         self.offer = None
         self._post.note(reason)
-        self._post.emit(fx.GiveUp(reason, self._exposed))
+        self._post.emit(fx.GiveUp(reason, self._exposed_at >= 0))
         if self.membership.in_view and self.reduction is None:
             self.acceptor.answer()  # without the offer: nobody must begin with what is not there any more
 
@@ -183,14 +183,13 @@ class Contributor:
             self._post.next_attempt(body.attempt, "the coordinator began a later attempt")
         reduction = Reduction(body, sender, me.peer, self._post.now)
         if reduction.contributes:
-            mine = as_counted(me.peer, self.offer) if self.offer is not None else None
-            if mine not in body.contributors:
+            if self.offer is None or as_counted(me.peer, self.offer) not in body.contributors:
                 self._post.send(sender, m.Stalled(*body.key, (me.peer,), "has withdrawn its contribution"))
                 return
+            self._exposed_at = self.offer.base_version
         self.reduction = reduction
         self._post.emit(fx.BeginReduction(body))
         if reduction.contributes:
-            self._exposed = True
             self._contribute(reduction, body.spans)
 
     def _contribute(self, reduction: Reduction, owed: Sequence[m.Span]) -> None:
@@ -316,9 +315,11 @@ class Contributor:
             self._over = self.reduction.key
         self.reduction = None
 
-    def adopt(self, founds: bool) -> None:
-        """Drop the offer, too: another version is made. A founding makes none: what was sent stays sent."""
-        self._exposed = self._exposed and founds
+    def adopt(self, version: int) -> None:
+        """Drop the offer, too: another version is made. A founding makes none, nor does the return to the version on
+        which another lineage parted: what was sent stays sent."""
+        if version != self._exposed_at:
+            self._exposed_at = -1
         self.forget()
 
     def forget(self) -> None:

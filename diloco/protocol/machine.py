@@ -426,7 +426,7 @@ class Machine:
         if goes_on:  # a view commit: the version is still being made
             self._coordinator.forget()
         else:
-            self._contributor.adopt(founds=commit.founds)
+            self._contributor.adopt(commit.version)
             self._coordinator.forget_version()
         self._membership.stand(before)
         self._coordinator.enter("")

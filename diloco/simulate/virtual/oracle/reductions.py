@@ -63,7 +63,7 @@ class SimulatedReductions:
                         raise Violation("I7", f"{host.name} forgets that version {commit.version} took {took_s:.2f} s")
                 case fx.Close(commit) if commit.fragment < 0 and work.exposed == (commit.previous, commit.version + 1):
                     work.exposed = commit.digest, commit.version + 1
-                    if not host.machine._contributor._exposed:
+                    if host.machine._contributor._exposed_at < 0:
                         raise Violation("I2", f"{host.name} forgets at a founding what others may count")
         if host.machine.reducing is None or host.machine.reducing[:2] != work.began[0]:
             work.began = (-1, -1), 0.0
