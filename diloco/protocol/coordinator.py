@@ -269,8 +269,8 @@ class Coordinator:
             self._lead = None
         if body.offence:
             self.membership.offended(body.without)
-        me = self.membership.me.peer  # lives, whoever took it for dead, and knows what it sent
-        self._without = tuple(peer for peer in body.without if peer != me)
+        me = self.membership.me.peer  # it lives, whoever took it for dead
+        self._without = tuple(peer for peer in body.without if peer != me or body.offence)
         self._post.next_attempt(acceptor.attempt + 1, f"attempt {body.attempt} failed: {body.reason}")
         acceptor.follow_coordinator()
 
