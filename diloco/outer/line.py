@@ -329,8 +329,7 @@ class Adoption:
     commit: Commit | None
     """Commit of the state."""
     stays: bool
-    """The state is of the version of the line, or of that from which its own lineage parted a moment ago: what was sent
-    stays sent, and the next version may count it."""
+    """The state is of the version of the line: what was sent stays sent, and the next version may count it."""
     mine: Counted | None
     """The contribution, as a version counts it that leads to the state. None: none does, as far as we know."""
     given_up: int
@@ -348,10 +347,8 @@ def adoption(line: Line, commit: Commit | None, forks: Sequence[Fork]) -> Adopti
     `forks`: lineages that led to that of `commit`.
     """
     before = line.commit
-    stays = False
-    if commit is not None and before is not None:
-        same = (commit.lineage, commit.version) == (before.lineage, before.version)
-        stays = same or (before.founds and before.previous == commit.digest)
+    both = commit is not None and before is not None
+    stays = both and (commit.lineage, commit.version) == (before.lineage, before.version)  # type: ignore[union-attr]
     if stays or line.sent is None:
         return Adoption(commit, stays, None, 0)
     sent, passed = line.sent.contribution, line.sent.passed
@@ -371,9 +368,9 @@ def leads_to(passed: Commit, commit: Commit, forks: Sequence[Fork]) -> bool:
 
 def book_adoption(line: Line, adoption: Adoption) -> None:
     """Set the line's commit and progress after it adopted a copied outer state. Rank 0."""
-    line.commit = adoption.commit
     if adoption.stays:
         return
+    line.commit = adoption.commit
     line.trained = UncommittedProgress(line.trained.tokens - adoption.given_up, 0)  # the lease is another one, too
     if adoption.given_up:
         line.remainder = len(line.layout.fragments) > 1
