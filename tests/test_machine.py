@@ -623,7 +623,7 @@ def test_who_said_goodbye_promises_and_accepts_nothing_more(asks: type) -> None:
 
 
 def test_a_mean_equal_to_an_earlier_version_s_has_to_be_here_anew() -> None:
-    """Of the earlier one nothing may be here any more, and the log on the disk has it under the earlier version."""
+    """The earlier one may be here no more, and the log on the disk has it under the earlier version."""
     machine = standing(7)
     first = machine.commit
     assert first is not None

@@ -86,7 +86,7 @@ class Booked:
 
 
 def booked(directory: Path) -> Booked:
-    """That of the ledger in a peer's folder; nothing where it cannot be read."""
+    """Contents of the ledger in a peer's folder that its next process needs; none where it cannot be read."""
     try:
         records = read_ledger(directory / LEDGER).records
         left = left_off(records)

@@ -393,8 +393,7 @@ class Peer:
         keeps it: its data is nobody's."""
         if before is None or self.name in after.leases.held or not self.line.trained.tokens:
             return False
-        used = {counted.peer: counted.blocks for counted in after.counted}
-        return handed_back(before.leases, used, after.leases).get(self.name, False)
+        return _in_good_order(before, after).get(self.name, False)
 
     def _emit_view(self, before: Commit | None, after: Commit) -> Life[None]:
         old = {member.peer for member in before.view} if before else set()
@@ -473,6 +472,11 @@ class Peer:
         return self.rank.save((groups, {**about, **self.chronicle.numbers()}), self.site.storage.keep)
 
 
+def _in_good_order(before: Commit, after: Commit) -> dict[str, bool]:
+    """Peers whose leases ended with a commit; True where their data went back to the others (`handed_back`)."""
+    return handed_back(before.leases, {counted.peer: counted.blocks for counted in after.counted}, after.leases)
+
+
 def _reasons(
     gone: AbstractSet[str], goodbyes: AbstractSet[str], before: Commit | None, after: Commit
 ) -> dict[str, str]:
@@ -480,8 +484,7 @@ def _reasons(
     counted, which is too late for this peer to hear; but the commit hands its data back. Others said goodbye before."""
     if after.drafter:  # it leaves out who wants to go, and nobody else
         return dict.fromkeys(gone, "left")
-    used = {counted.peer: counted.blocks for counted in after.counted}
     in_good_order = dict.fromkeys(goodbyes, True)
     if before is not None:
-        in_good_order |= handed_back(before.leases, used, after.leases)
+        in_good_order |= _in_good_order(before, after)
     return {peer: "left" if in_good_order.get(peer) else "lost" for peer in gone}

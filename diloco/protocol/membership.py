@@ -256,9 +256,10 @@ class Membership:
             self._new_incarnation()
             self.coordinator.forget_version()
             self.contributor.drop()
+            reason = "our disk is an old copy: going on as another life, which asks to be taken in"
             if self.contributor.offer is not None:
-                self.contributor.give_up("of our life another process speaks, or did")
-            self._post.note("our disk is an old copy: going on as another life, which asks to be taken in")
+                self.contributor.give_up(reason)
+            self._post.note(reason)
 
     def on_reached(self, event: m.Reached) -> None:
         """Note that a peer answered."""
