@@ -13,7 +13,6 @@ import pytest
 from diloco.base.errors import UsageError
 from diloco.transport import loop_probe
 from diloco.transport.endpoint import Runtime
-from tests.conftest import too_long
 
 BUSY_S = 0.03
 
@@ -124,15 +123,3 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_fix(tmp_path: Path, mon
     with pytest.raises(UsageError, match=f"{loop_probe.VARIABLE}: {taken}/loops") as caught:
         Runtime(1.0)
     assert "unset" in caught.value.fix
-
-
-def test_a_callback_is_too_long_the_second_time_or_by_far() -> None:
-    def line(callback: str, cpu_s: float) -> str:
-        return json.dumps(
-            {"process": "diloco peer", "callback": callback, "cpu_s": cpu_s, "gc_s": 0.0, "slowness": 1.0}
-        )
-
-    first: dict[str, str] = {}
-    assert too_long([line("tick", 0.011), line("send", 0.012), line("tick", 0.009)], first) == []
-    assert too_long([line("tick", 0.013)], first) == [line("tick", 0.011), line("tick", 0.013)]
-    assert too_long([line("save", 0.051)], first) == [line("save", 0.051)]
