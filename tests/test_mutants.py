@@ -41,7 +41,7 @@ DEADLINE_S = 120.0
 LEAST_MUTANTS, LEAST_FOR_A_RULE = 100, 2
 QUICK = (
     "coordinator-among-the-living",
-    "second-attempt-without-promises",
+    "asked-counts-as-voted",
     "accepted-in-the-first",
     "one-vote-decides",
     "vote-of-the-version-before",
@@ -277,14 +277,14 @@ def test_what_must_be_explained() -> None:
 @pytest.mark.slow(queued=False)
 def test_mutants_are_found(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    done = run(*(word for name in QUICK for word in ("--only", name)), "--budget", "16", "--json", file)
+    done = run(*(word for name in QUICK for word in ("--only", name)), "--budget", "8", "--json", file)
     assert done.returncode == 0, done.stdout + done.stderr
     tree = json.loads(file.read_text())
     assert (tree["mutants"], tree["found"], tree["score"]) == (len(QUICK), len(QUICK), 1.0)
     assert {row["name"] for row in tree["rows"]} == set(QUICK)
     for row in tree["rows"]:
         assert row["found"]
-        assert 1 <= row["seeds"] <= 16
+        assert 1 <= row["seeds"] <= 8
         assert row["by"].startswith(f"seed {row['seeds'] - 1}: I")
         assert row["rule"] in RULES
         assert f"found     {row['name']}" in done.stdout
