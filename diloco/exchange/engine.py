@@ -307,12 +307,12 @@ class Exchange(ExchangeTasks):
             self.failed(error)
             raise
         if reply is m.Reply.OK and not self.lives.met(envelope.sender, envelope.boot):
-            self._spawn(self._meet(envelope.sender))
+            self._spawn(self._meet(envelope.sender, envelope.boot))
         return reply
 
-    async def _meet(self, member: Member) -> None:
-        """Note that a life can be reached, once its latest process has answered."""
-        answers = await self.lives.ask(member, self.machine.boot_of(member.peer))
+    async def _meet(self, member: Member, boot: int) -> None:
+        """Note that a life can be reached, once that process of it, or a later one, has answered."""
+        answers = await self.lives.ask(member, boot)
         if answers and not self.machine.roster.reaches(member):
             self._feed(m.Reached(member))
 
@@ -372,7 +372,7 @@ class Exchange(ExchangeTasks):
             self._feed(m.Outdated())
         if reply is not None:
             self.lives.replied(to.peer, reply)
-            await self._meet(to)
+            await self._meet(to, self.machine.boot_of(to.peer))
         if step:
             failpoints.hit(f"after-{step}")
 

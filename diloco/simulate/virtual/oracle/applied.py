@@ -160,7 +160,7 @@ class SimulatedSteps:
         if world.now - self._closed_s > SOON_S or self._process.gone:
             return
         there = [world.at(member) for member in machine.view if member != machine.me]
-        others = [host for host in there if host is not None and host.working and not host.gone]
+        others = [host for host in there if host is not None and host.working and not host.machine.gone]
         near = [host for host in others if world.network.connected(self._process.name, host.name)]
         if near and not any(host.machine.version >= machine.version for host in others):
             raise Violation("I5", f"{self._process.name} leaves with version {machine.version}, which nobody else has")

@@ -126,7 +126,8 @@ class SimulatedEndings:
 
     def uncopied(self, process: SimulatedProcess) -> bool:
         """All who had a state were disturbed while it wanted a copy, or it was itself, or its clock jumped. Who wants a
-        copy, too, has none: where all do, one that had a state has ended, or somebody was disturbed before."""
+        copy, too, has none: where all do, one that had a state has ended, or somebody was disturbed before. It may
+        know none who has one: where it joined through a copy of a disk, which hears no member, and has ended."""
         join_s = self.world.setup.site.timeouts.join_s
         since_s = max(self._beginnings[process.life].at_s, self.world.now - join_s)
         if self._disturbed(process.name, since_s) or self._jumped(process, join_s):
@@ -137,7 +138,8 @@ class SimulatedEndings:
         having = [one for one in others if self._beginnings[one.life].at_s < since_s and not _wants_state(one)]
         givers = [one for one in having if one.alive]
         if givers:
-            return all(self._disturbed(one.name, since_s) for one in givers)
+            known = [self.world.at(entry.member) for entry in process.machine.roster]
+            return all(self._disturbed(one.name, since_s) for one in givers if one in known or not known)
         return bool(having) or any(self._disturbed(one.name, 0.0) for one in others)
 
     def _disturbed(self, name: str, since_s: float) -> bool:

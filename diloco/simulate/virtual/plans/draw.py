@@ -261,6 +261,8 @@ def _of_several_ranks(dice: Random, plan: FaultPlan) -> FaultPlan:
     plan, at_s = replace(plan, ranks=dice.choice(RANKS)), round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
     how, for_s = dice.choice((("broken", 0.0), (f"late {dice.choice((0.1, 0.3, 1))}", 4.0)))
     fault = Fault(at_s, "ranks", f"p{dice.randrange(plan.peers)}", for_s, how)
+    if how == "broken" and plan.peers == 2 and plan.longest_exchange_s > plan.round_s:
+        return plan  # the other would go on alone, faster than a state is copied over its uplink
     faults = (*plan.faults, fault) if dice.random() < LATE_RANKS_SHARE else plan.faults
     return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 

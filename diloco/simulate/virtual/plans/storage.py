@@ -203,6 +203,7 @@ def _parts(dice: Random, plan: FaultPlan) -> FaultPlan:
     match dice.choice(("fast", "slowly", "slowly", "slowly", "joined", "halves")):
         case "fast" | "slowly" as how:
             for_s += 5.0
+            at_s += 6.0 if how == "slowly" else 0.0  # all vote by then: the others go on as soon as the one alone
             joins_s = at_s + for_s - dice.uniform(0.2, 2.5)
             faults = [Fault(at_s, "cut", "p0+j9", for_s), Fault(joins_s, "join", "j9")]
             if how == "slowly":
@@ -255,10 +256,12 @@ def _ends(dice: Random, plan: FaultPlan) -> FaultPlan:
 def _waits(dice: Random, plan: FaultPlan) -> FaultPlan:
     """The uplink of one of two is so slow that a version takes longer than its peers wait for it; or all uplinks are,
     and one of three is so fast that it contributes alone."""
+    if plan.without_majority == "continue":
+        return plan  # who goes on alone over such an uplink is never caught up with
     plan = replace(plan, peers=2, bandwidth=dice.choice(SLOWEST), round_s=1.0, fragments=1, codec="fp32", witnesses=0)
     plan = replace(plan, overlap=0.0, merge="carry", faults=(Fault(dice.uniform(7.0, 9.0), "stop", "p1", 0.1),))
-    if dice.random() < 0.4 or plan.without_majority == "continue":
-        return plan  # who goes on alone over such an uplink is never caught up with
+    if dice.random() < 0.4:
+        return plan
     return replace(plan, peers=3, bandwidth=ALL_SLOWEST, speeds=ONE_FASTEST, round_s=5.0, calm_s=12.0, most_peers=0)
 
 
