@@ -172,7 +172,7 @@ class Machine:
         if membership.replayed(envelope):
             return m.Reply.REPLAYED
         if reply is m.Reply.OK:
-            membership.heard(sender)
+            membership.taken(envelope)
             if isinstance(body, m.Heartbeat):
                 chain.compare(sender, body, envelope.head)
         reply = m.Reply.OK

@@ -199,7 +199,7 @@ class Membership:
 
     def boots(self, envelope: m.Envelope) -> m.Reply:
         """Whether the sender is the latest process of its life (`Roster.boots`)."""
-        return self.roster.boots(envelope, self.electorate.has_evicted(envelope.sender))
+        return self.roster.boots(envelope)
 
     def replayed(self, envelope: m.Envelope) -> bool:
         """Whether this message was taken before; from now on it was."""
@@ -237,6 +237,11 @@ class Membership:
     def heard(self, sender: Member) -> None:
         """Note a sign of life of a peer that may speak."""
         self.roster.heard(sender, self._post.now)
+
+    def taken(self, envelope: m.Envelope) -> None:
+        """Note a message of a peer that may speak, and the process that it is of."""
+        self.roster.heard(envelope.sender, self._post.now)
+        self.roster.runs(envelope, self.electorate.has_evicted(envelope.sender))
 
     def on_heartbeat(self, sender: Member, body: m.Heartbeat) -> None:
         """Note a peer's heartbeat on the roster."""

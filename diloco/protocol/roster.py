@@ -171,20 +171,25 @@ class Roster:
         known = self._entries.get(member.peer)
         return known is None or known.member.incarnation == member.incarnation or self._succeeds(member, known, now)
 
-    def boots(self, envelope: Envelope, evicted: bool) -> Reply:
+    def boots(self, envelope: Envelope) -> Reply:
         """OK for the latest process of a life; OLD_COPY for an earlier one, or one that began with an old copy of the
-        disk. `evicted`: an operator said that this life is over, and no process brings it back."""
+        disk."""
         known = self._entries.get(envelope.sender.peer)
         if known is None or known.member != envelope.sender or envelope.sender == self.me:
             return Reply.OK
         earlier = envelope.boot < known.boot
         copied = envelope.boot > known.boot and envelope.before < known.saved
-        if earlier or copied:  # its disk lacks what the life has said
-            return Reply.OLD_COPY
+        return Reply.OLD_COPY if earlier or copied else Reply.OK  # its disk lacks what the life has said
+
+    def runs(self, envelope: Envelope, evicted: bool) -> None:
+        """Note on the roster which process of a life a message is of, once the life is on it. `evicted`: an operator
+        said that this life is over, and no process brings it back."""
+        known = self._entries.get(envelope.sender.peer)
+        if known is None or known.member != envelope.sender:
+            return
         if envelope.boot > known.boot and not evicted:
             known.left = False  # a voter that went, uncounted, is back with its disk, and its vote is needed
         known.boot, known.saved = envelope.boot, max(known.saved, envelope.saved)
-        return Reply.OK
 
     def is_old_copy(self, envelope: Envelope) -> bool:
         """Whether a process that began later than the latest on the roster goes on with an earlier life of its peer."""

@@ -208,14 +208,14 @@ class SimulatedConduct:
     # ------------------------------------------------------------ the attempt, and commits
 
     def _check_group(self, host: SimulatedProcess, begin: m.Begin) -> None:
-        """The first attempt counts everybody that lives and offered, measured on the same state."""
+        """The first attempt of a version counts everybody that lives and offered, measured on the same state."""
         machine, tally = host.machine, host.machine._coordinator._tally
         most = machine.rules.policy.max_peers
         names = {entry.peer for entry in begin.contributors}
         if (
             tally is None
             or not tally.begun
-            or begin.height != machine.height
+            or not begin.height == machine.height == machine.since_height  # no view commit since the version before
             or (most is not None and most <= len(names))
         ):
             return
