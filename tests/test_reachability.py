@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diloco.observe.screen import status_text
-from tests.peers import PeerProcess, ending, run_cli, tiny_contract
+from tests.peers import PeerProcess, ending, run_cli, tiny_contract, until
 
 pytestmark = pytest.mark.slow
 TOLD_S = 10.0
@@ -45,7 +46,12 @@ def test_a_joiner_that_nobody_reaches_is_refused_and_the_run_goes_on(tmp_path: P
         peers.append(hidden)
         hidden.ticket()
         since_s, before = time.monotonic(), a.version()
-        status = json.loads(run_cli("status", a.ticket(), "--json").stdout)
+
+        def heard() -> dict[str, Any] | None:
+            status: dict[str, Any] = json.loads(run_cli("status", a.ticket(), "--json").stdout)
+            return status if len(status["peers"]) > 1 else None
+
+        status = until(heard, "a has heard hidden")
         assert {one["peer"]: one["reached"] for one in status["peers"]} == {"a": True, "hidden": False}
         screen = status_text(status)
         assert f"nobody reaches {address}: hidden must let connections in there, or set network.advertise" in screen

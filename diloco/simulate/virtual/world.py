@@ -106,7 +106,7 @@ class SimulatedWorld:
         """Trainers of the beginning."""
         self.heal_s = HEAL_S + 3 * (plan.longest_round_s - plan.round_s)
         joiners = sum(fault.kind == "join" for fault in plan.faults)  # each copies a state, and is sent what it missed
-        self.heal_s += (plan.peers + joiners + 3) * plan.longest_exchange_s
+        self.heal_s += (plan.peers + 2 * joiners + 3) * plan.longest_exchange_s
         if any(fault.how == NO_CLOCK for fault in plan.faults):
             self.heal_s += FORGET_S
         if plan.total_tokens:  # all of them, by a few peers

@@ -4,6 +4,7 @@ without a person, or why one is needed. Judged by what is really so, and by the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
@@ -75,7 +76,14 @@ class SimulatedPromise:
         voting = commit.voting
         living = {member.peer for member in voting if self.world.lives(member)}
         gone = {member.peer for member in voting if self._is_gone(member, living)}
-        return living - gone, quorum(len(voting), len(gone))
+        evicted = {member.peer for member in voting if self._is_passed_over(member, voting, living)}
+        return living - gone - evicted, quorum(len(voting), len(gone))
+
+    def _is_passed_over(self, member: Member, voting: Sequence[Member], living: set[str]) -> bool:
+        """Whether all other live voters that coordinate heard that this life is dead: it came back, and they count no
+        vote of it, nor follow it, until a commit drops it."""
+        seats = {one.peer for one in voting if one.peer in living and not one.witness} - {member.peer}
+        return bool(seats) and self._is_evicted(member, seats)
 
     def _is_gone(self, member: Member, living: set[str]) -> bool:
         """Whether nobody waits for the vote of a dead life: its machine proves its death."""
