@@ -58,15 +58,17 @@ class SimulatedApart:
         self._hearings.setdefault(host.life, Hearing()).unreachable.add(member)
 
     def _has_majority(self, host: SimulatedProcess, hearing: Hearing, commit: Commit) -> bool:
-        """Whether those heard lately have the votes that decide after a commit."""
+        """Whether those heard lately have the votes that decide after a commit: with its own, if it is of this life."""
+        me = host.machine.me
         heard = {
             member.peer
             for member in commit.voting
-            if member not in hearing.unreachable
+            if member == me
+            or member not in hearing.unreachable
             and host.now - hearing.at_s.get(member, -math.inf) < SUSPECT_S - SLACK_S
         }
         ballots = self.world.invariants.ballots
-        return len((heard | {host.name}) & voters(commit)) >= ballots.needed(host, commit)
+        return len(heard & voters(commit)) >= ballots.needed(host, commit)
 
     def founds(self, host: SimulatedProcess, commit: Commit) -> None:
         """Check that a lineage apart is founded by the first that lives, after its patience without a majority."""
