@@ -106,8 +106,10 @@ class SimulatedProcess:
         self.waiting_since_s: float | None = None
         self.waited_s = 0.0
         """In all rounds so far."""
-        """The commit at which its line stood before the last change."""
+        self._measured: Contribution | None = None
+        """What it measured last."""
         self._offered: Contribution | None = None
+        """The same, as others get it: a liar's has other bytes."""
 
     # ------------------------------------------------------------ life
 
@@ -398,16 +400,17 @@ class SimulatedProcess:
         progress = self.progress = SimulatedProgress(self, self.line, peer.journal)
         self.steps, self._log = SimulatedSteps(self, peer), SimulatedLog(self, peer.exchange.lane)
         observe_journal(self, peer)
-        offer, exchanged, line = peer.exchange.offer, life.exchanged, peer.line
+        offer, exchanged = peer.exchange.offer, life.exchanged
 
         def on_offer(contribution: Contribution, leaving: bool) -> Future[Skip | None]:
-            assert line.sent is not None
-            if contribution is not self._offered:
-                line.sent = replace(line.sent, contribution=offered_by(self, contribution))
-                self._offered = line.sent.contribution
-                assert self.line.sent is not None
-                progress.measured(self.line.sent)
-            return offer(line.sent.contribution, leaving)
+            if contribution is not self._measured:
+                self._measured, self._offered = contribution, offered_by(self, contribution)
+                sent = self.line.sent
+                assert sent is not None
+                lies = self._offered is not contribution
+                progress.measured(replace(sent, contribution=self._offered) if lies else sent)
+            assert self._offered is not None
+            return offer(self._offered, leaving)
 
         def on_exchanged() -> Life[Sequence[Closed] | Skip]:
             self.waiting_since_s = self.world.now

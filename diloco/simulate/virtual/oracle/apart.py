@@ -59,14 +59,9 @@ class SimulatedApart:
 
     def _has_majority(self, host: SimulatedProcess, hearing: Hearing, commit: Commit) -> bool:
         """Whether those heard lately have the votes that decide after a commit: with its own, if it is of this life."""
-        me = host.machine.me
-        heard = {
-            member.peer
-            for member in commit.voting
-            if member == me
-            or member not in hearing.unreachable
-            and host.now - hearing.at_s.get(member, -math.inf) < SUSPECT_S - SLACK_S
-        }
+        since_s = host.now - SUSPECT_S + SLACK_S
+        lately = {one for one, at_s in hearing.at_s.items() if at_s > since_s} - hearing.unreachable
+        heard = {one.peer for one in commit.voting if one == host.machine.me or one in lately}
         ballots = self.world.invariants.ballots
         return len(heard & voters(commit)) >= ballots.needed(host, commit)
 

@@ -27,12 +27,12 @@ def observe_journal(process: SimulatedProcess, peer: Peer) -> None:
         progress.opened()
 
     def on_committed(commit: Commit, mine: Counted | None, state_digest: str = "") -> None:
+        if commit.fragment < 0 and not state_digest:
+            come_together()  # before the record: whoever looks meanwhile finds none that the oracle lacks
         committed(commit, mine, state_digest)
         if state_digest:  # it was applied again, before this life began
             progress.redone(commit, state_digest)
             return
-        if commit.fragment < 0:
-            come_together()
         progress.applied(commit, mine)
         if process.ranks and commit.fragment >= 0 and (parts := process.mean(commit.mean_digest)) is not None:
             process.world.invariants.on_mean(process, Closed(commit, parts))
