@@ -23,11 +23,11 @@ class Disks(Disk):
         self.free = threading.Event()
         self.free.set()
 
-    def append(self, descriptor: int, path: Path, data: bytes) -> None:
+    def write(self, descriptor: int, path: Path, data: bytes) -> None:
         self.free.wait(10.0)
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        super().append(descriptor, path, data)
+        super().write(descriptor, path, data)
 
     def sync(self, descriptor: int, path: Path) -> None:
         self.syncs += path.is_file()
@@ -134,7 +134,58 @@ def test_another_life_takes_nothing_away(tmp_path: Path) -> None:
     forget_means(tmp_path, 6)
     assert len(names(tmp_path)) == 2
     forget_means(tmp_path, 7)
-    assert names(tmp_path) == []
+    assert (read(tmp_path, "d"), read(tmp_path, "e")) == (None, None)
+
+
+def test_the_next_mean_is_written_over_one_that_a_checkpoint_has(tmp_path: Path) -> None:
+    log, _ = log_in(tmp_path)
+    for version, rank in ((7, 0), (8, 0), (7, 1)):
+        one = log if rank == 0 else log_in(tmp_path, rank)[0]
+        one.fetched(version, "d", [b"a longer part", b"b"], (0, 1))
+        assert durable(one, "d")
+    inodes = {path.name: path.stat().st_ino for path in (tmp_path / LOG).iterdir()}
+    forget_means(tmp_path, 7)
+    assert len(names(tmp_path)) == 3, "their files stay"
+    log.fetched(9, "e", [b"x", b"y"], (0, 1))
+    assert durable(log, "e")
+    assert (tmp_path / LOG / "v00000009.1-3.r0.mean").stat().st_ino == inodes["v00000007.1-1.r0.mean"]
+    assert read(tmp_path, "e", version=9) == [b"x", b"y"]
+    assert (read(tmp_path, "d"), read(tmp_path, "d", version=9)) == (None, None)
+    assert read(tmp_path, "d", version=8) == [b"a longer part", b"b"]
+    forget_means(tmp_path, 9)
+    assert names(tmp_path) == ["spare.v00000008.1-2.r0.mean", "spare.v00000009.1-3.r0.mean"], "no more than means"
+
+
+def test_nothing_of_a_mean_that_was_written_over_comes_back(tmp_path: Path) -> None:
+    """Whatever pages of the new one a loss of power takes, and though the old one was of the same digest and sizes."""
+    log, _ = log_in(tmp_path)
+    log.fetched(7, "d", [b"first", b"second"], (0, 1))
+    assert durable(log, "d")
+    old = (tmp_path / LOG / "v00000007.1-1.r0.mean").read_bytes()
+    forget_means(tmp_path, 7)
+    log.fetched(8, "d", [b"1st..", b"2nd..."], (0, 1))
+    assert durable(log, "d")
+    path = tmp_path / LOG / "v00000008.1-2.r0.mean"
+    new = path.read_bytes()
+    assert len(new) == len(old)
+    for cut in range(len(new)):
+        for mixed in (new[:cut] + old[cut:], old[:cut] + new[cut:]):
+            path.write_bytes(mixed)
+            assert read(tmp_path, "d", version=8) == ([b"1st..", b"2nd..."] if mixed == new else None), cut
+
+
+def test_a_file_to_which_a_mean_is_still_written_is_not_written_over(tmp_path: Path) -> None:
+    log, _ = log_in(tmp_path)
+    never_whole = log.begin(7)
+    never_whole.put(0, b"part of an attempt")
+    log.submit(lambda: None).result(10.0)
+    forget_means(tmp_path, 7)
+    log.fetched(8, "d", [b"a", b"b"], (0, 1))
+    never_whole.put(1, b"late")
+    assert durable(log, "d")
+    never_whole.drop()
+    log.submit(lambda: None).result(10.0)
+    assert read(tmp_path, "d", version=8) == [b"a", b"b"]
 
 
 def test_what_is_dropped_or_comes_late_goes_nowhere(tmp_path: Path, counted: Disks) -> None:

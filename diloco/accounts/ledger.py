@@ -258,7 +258,7 @@ class DiskFile:
         return self._path.read_bytes()
 
     def append(self, data: bytes) -> None:
-        disk().append(self._descriptor, self._path, data)
+        disk().write(self._descriptor, self._path, data)
 
     def sync(self) -> None:
         failpoints.hit("before-ledger-sync")

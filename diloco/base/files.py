@@ -8,18 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_sync_data = getattr(os, "fdatasync", os.fsync)
+"""A file's content and size. Its times may wait: they need the file system's journal, and so all that stands in it."""
+
 
 class Disk:
     """The small set of calls by which bytes reach a disk for certain; a simulation has one that fails."""
 
-    def append(self, descriptor: int, path: Path, data: bytes) -> None:
-        """Write at the end of an open file; after an error any part of it may be there. Raises OSError."""
+    def write(self, descriptor: int, path: Path, data: bytes) -> None:
+        """Write on in an open file; after an error any part of it may be there. Raises OSError."""
         while data:
             data = data[os.write(descriptor, data) :]
 
     def sync(self, descriptor: int, path: Path) -> None:
-        """Return when an open file or folder is on the disk as it is now. Raises OSError."""
-        os.fsync(descriptor)
+        """Return when the content of an open file or folder is on the disk. Raises OSError."""
+        (os.fsync if path.is_dir() else _sync_data)(descriptor)
 
 
 _disk = Disk()

@@ -82,7 +82,7 @@ class DiskVotes(Votes):
             if self._descriptor < 0:
                 self._open()
             os.ftruncate(self._descriptor, self._bytes)  # half a line must not stay: the next would stand behind it
-            self._use.append(self._descriptor, self._path, line)
+            self._use.write(self._descriptor, self._path, line)
             failpoints.hit("before-vote-sync")
             self._use.sync(self._descriptor, self._path)
             self._bytes += len(line)

@@ -200,8 +200,8 @@ class Peer:
         self.exchange.start(self.address, self.endpoint.directory.addresses, lanes)
         if not founds:
             self.drop("the run may have counted it before the restart")
-        if self._restart is not None:
-            self.chronicle.copied(self.line.commit, None)
+        if self._restart is not None and self._checkpoint is not None:  # who founds keeps the blocks of its progress
+            self.chronicle.copied(self.line.commit, self._checkpoint.commit)
         if welcome is not None:
             self._meet_members(welcome)
         ours = self.line.commit.lineage if self.line.commit is not None else ""

@@ -1,6 +1,6 @@
 """The command line on a disk that holds what was synced and no more: as after a power cut.
 
-What is appended to a file stays in memory until the file is synced.
+What is written to a file stays in memory until the file is synced.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class SyncedOnly(Disk):
         self._lock = Lock()
         self._late: dict[Path, bytes] = {}
 
-    def append(self, descriptor: int, path: Path, data: bytes) -> None:
+    def write(self, descriptor: int, path: Path, data: bytes) -> None:
         with self._lock:
             self._late[path] = self._late.get(path, b"") + data
 
     def sync(self, descriptor: int, path: Path) -> None:
         with self._lock:
             late = self._late.pop(path, b"")
-        super().append(descriptor, path, late)
+        super().write(descriptor, path, late)
         super().sync(descriptor, path)
 
 

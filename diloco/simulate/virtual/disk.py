@@ -7,6 +7,7 @@ of power takes names and tails of files that were not synced. A death can come b
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -29,6 +30,8 @@ LOST_SHARE = 0.5
 TORN_SHARE = 0.5
 """Share of the files cut off by a loss of power whose end is not only short: zeros or noise follow."""
 TORN_BYTES = 64
+FIRST_SHARE = 0.3
+"""Share of the files written over of which a loss of power takes the first bytes that are new, and not the last."""
 SYNCS = 5
 """A death in the middle of a checkpoint comes before one of the first so many syncs."""
 
@@ -70,12 +73,15 @@ class SimulatedDisk:
         self._copy = root / f"{name}.{FIRST}"
         self._synced: dict[int, int] = {}
         """Bytes of each file, by its inode, that are on the disk for certain."""
+        self._before: dict[int, list[tuple[int, bytes]]] = {}
+        """Bytes of each file, by its inode, that were written over since its last sync, and where they stood."""
         self._names: dict[int, dict[str, int]] = {}
         """Names in each folder, by its inode, that are on the disk for certain, and the inodes that they name."""
 
-    def append(self, descriptor: int, path: Path, data: bytes) -> None:
+    def write(self, descriptor: int, path: Path, data: bytes) -> None:
         """Write to a file of the disk. Half of the data is there, and OSError is raised, when it is full;
         or the process dies."""
+        self._remember(descriptor, path, len(data))
         if self.full or self.tears is not None:
             os.write(descriptor, data[: len(data) // 2])
             if self.tears is not None:
@@ -84,6 +90,18 @@ class SimulatedDisk:
             self.refusals += 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.write(descriptor, data)
+
+    def _remember(self, descriptor: int, path: Path, size: int) -> None:
+        """Remember what is written over next."""
+        status = os.fstat(descriptor)
+        if status.st_size == 0:  # another file had this inode before
+            self._synced.pop(status.st_ino, None)
+        appends = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND
+        at = status.st_size if appends else os.lseek(descriptor, 0, os.SEEK_CUR)
+        if at < self._synced.get(status.st_ino, 0):
+            with path.open("rb") as file:
+                file.seek(at)
+                self._before.setdefault(status.st_ino, []).append((at, file.read(size)))
 
     def sync(self, descriptor: int, path: Path) -> None:
         """Keep the present content of a file or folder also after a loss of power. Raises OSError where it cannot.
@@ -113,12 +131,13 @@ class SimulatedDisk:
         if path.is_dir():
             known = self._names.get(path.stat().st_ino, {})
             return all(one.name in known for one in path.iterdir() if not one.name.startswith("."))
-        status = path.stat()
-        return self._synced.get(status.st_ino, 0) >= status.st_size
+        return len(self.kept(path)) == path.stat().st_size
 
     def kept(self, path: Path) -> bytes:
         """The content of a file that is there after a loss of power: what was written since may follow it."""
-        return path.read_bytes()[: self._synced.get(path.stat().st_ino, 0)]
+        inode = path.stat().st_ino
+        begins = min((at for at, _ in self._before.get(inode, ())), default=self._synced.get(inode, 0))
+        return path.read_bytes()[:begins]
 
     def owed(self) -> float:
         """Seconds that syncs took since the last call: whoever asked for them has to wait so long."""
@@ -141,6 +160,7 @@ class SimulatedDisk:
                 self._names[status.st_ino] = {entry.name: entry.inode() for entry in entries}
         else:
             self._synced[status.st_ino] = status.st_size
+            self._before.pop(status.st_ino, None)
 
     def settle(self) -> None:
         """A disk that lied has written by now what it remembered."""
@@ -174,7 +194,7 @@ class SimulatedDisk:
 
     def lose_power(self, dice: Random) -> None:
         """Lose names, and cut files off, that were not synced, as a loss of power does. Behind the cut there may be
-        bytes that nobody wrote."""
+        bytes that nobody wrote. Of what was written over some is there, and some is what stood there before."""
         if self.lying:
             self.damaged, self.durable, self.reach = True, -1, self.NOWHERE
         for folder in [self.folder, *sorted(self.folder.rglob("*"))] if self.folder.exists() else ():
@@ -182,6 +202,7 @@ class SimulatedDisk:
                 self._lose_names(folder, dice)
         for path in sorted(self.folder.rglob("*")) if self.folder.exists() else ():
             if path.is_file() and path.name != "events.jsonl":
+                self._restore(path, dice)
                 self._tear(path, dice)
 
     def _lose_names(self, folder: Path, dice: Random) -> None:
@@ -189,6 +210,17 @@ class SimulatedDisk:
         for path in sorted(folder.iterdir()):
             if path.name not in known and path.name != "events.jsonl" and dice.random() < LOST_SHARE:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _restore(self, path: Path, dice: Random) -> None:
+        before = self._before.pop(path.stat().st_ino, None)
+        if before is None:
+            return
+        cut, first = dice.randint(before[0][0], before[-1][0] + len(before[-1][1])), dice.random() < FIRST_SHARE
+        with path.open("r+b") as file:
+            for at, data in reversed(before):
+                upto = min(max(cut - at, 0), len(data))  # any page may have reached the disk before another
+                file.seek(at if first else at + upto)
+                file.write(data[:upto] if first else data[upto:])
 
     def _tear(self, path: Path, dice: Random) -> None:
         status = path.stat()
@@ -251,9 +283,9 @@ class DiskOfTheMoment(Disk):
         """`now`: returns that disk; None where the process is dead."""
         self._now = now
 
-    def append(self, descriptor: int, path: Path, data: bytes) -> None:
+    def write(self, descriptor: int, path: Path, data: bytes) -> None:
         if (disk := self._now()) is not None:
-            disk.append(descriptor, path, data)
+            disk.write(descriptor, path, data)
 
     def sync(self, descriptor: int, path: Path) -> None:
         if (disk := self._now()) is not None:

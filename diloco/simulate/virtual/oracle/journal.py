@@ -22,9 +22,11 @@ def observe_journal(process: SimulatedProcess, peer: Peer) -> None:
     before: Commit | None = None
 
     def on_opened(contract: Any) -> None:
+        nonlocal before
         come_together()
         opened(contract)
         progress.opened()
+        before = line.commit  # of a life that resumes: a copy may take it out of that lineage
 
     def on_committed(commit: Commit, mine: Counted | None, state_digest: str = "") -> None:
         if commit.fragment < 0 and not state_digest:

@@ -236,7 +236,7 @@ class SimulatedRecords:
             return
         parts = self._process.line.layout.fragments[applied.fragment].parts
         files = (disk.folder / LOG).glob(f"v{version:08d}.*")
-        there = set[int]().union(*(logged_parts(disk.kept(path), applied.mean_digest) for path in files))
+        there = set[int]().union(*(logged_parts(path.name, disk.kept(path), applied.mean_digest) for path in files))
         if applied.moves and disk.durable < version and there != set(range(parts)):
             raise Violation("I5", f"{self._process.name} applies version {version}, whose mean is not in its log")
         disk.reach = (version, applied.digest)
@@ -271,17 +271,19 @@ def _tensors(folder: Path, group: str) -> Mapping[str, Tensor]:
     return tensors
 
 
-def logged_parts(data: bytes, digest: str) -> set[int]:
+def logged_parts(name: str, data: bytes, digest: str) -> set[int]:
     """Parts of a mean that a file of a log has, whole and as they were written; none, if it has no such mean."""
     at, held = 0, set[int]()
     while len(data) - at >= FRAME.size:
-        part, size, checksum = FRAME.unpack_from(data, at)
+        part, size, seal = FRAME.unpack_from(data, at)
         payload = data[at + FRAME.size : at + FRAME.size + size]
         at += FRAME.size + size
+        if seal != checksum_of(payload) ^ checksum_of(name.encode()):
+            break  # of another mean, which it was written over
         if part == 2**32 - 1:
             end = json.loads(payload.partition(b" ")[2])
             if end["mean"] == digest and end["held"] == sorted(held):
                 return held
-        elif len(payload) == size and checksum_of(payload) == checksum:
+        else:
             held.add(part)
     return set()
