@@ -107,7 +107,7 @@ class SimulatedProcess:
         self.waited_s = 0.0
         """In all rounds so far."""
         self._measured: Contribution | None = None
-        """What it measured last."""
+        """The contribution that it measured last."""
         self._offered: Contribution | None = None
         """The same, as others get it: a liar's has other bytes."""
 
