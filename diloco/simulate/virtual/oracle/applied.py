@@ -145,11 +145,15 @@ class SimulatedSteps:
             raise Violation("I1", f"{self._process.name} applies version {commit.version} again, at {before.version}")
 
     def _goes_on(self, version: int, commit: Commit | None, later: Sequence[Commit], missing: bool) -> None:
-        """I5: after a copied state the peer applies what closed meanwhile, or copies a later one."""
-        kept = [closed.commit for closed in self._exchange.archive.backlog.after(version - 1)]
-        leads_on = all(one.version <= version for one in kept) or any(one.version == version + 1 for one in kept)
-        previous = commit.digest if commit is not None else ""
-        kept = [one for one in kept if one.version > version or (one.fragment < 0 and one.previous == previous)]
+        """I5: after a copied state the peer applies what closed meanwhile, or copies a later one. Several view commits
+        of the copied version may follow it, each on the one before."""
+        closed = [one.commit for one in self._exchange.archive.backlog.after(version - 1)]
+        leads_on = all(one.version <= version for one in closed) or any(one.version == version + 1 for one in closed)
+        last, kept = commit.digest if commit is not None else "", []
+        for one in closed:
+            if one.version > version or (one.fragment < 0 and one.previous == last):
+                last = one.digest
+                kept.append(one)
         if missing == leads_on or (leads_on and later != kept):
             what = f"has copied version {version}, and goes on with {[commit.version for commit in later]}"
             raise Violation("I5", f"{self._process.name} {what} of {[commit.version for commit in kept]}")

@@ -305,7 +305,7 @@ class SimulatedConduct:
     ) -> None:
         """Check the answer of a simulated peer to a message."""
         life, body, machine = self._life(host), envelope.body, host.machine
-        if life.gone or host.gone:  # where nobody is left there is no goodbye
+        if life.gone or machine.gone:  # where nobody is left there is no goodbye
             return
         if isinstance(body, m.Evict):
             member = machine.commit.member(body.peer) if machine.commit is not None else None

@@ -60,9 +60,10 @@ class SimulatedAdmissions:
 
     def on_message(self, host: SimulatedProcess, envelope: m.Envelope, reply: m.Reply, heeded: bool) -> None:
         """Check a message that a simulated peer took, or refused."""
-        if not (host.gone or isinstance(envelope.body, m.Evict)):
+        gone = host.machine.gone  # who is about to leave, and waits for others, still hears them
+        if not (gone or isinstance(envelope.body, m.Evict)):
             self._number(host, envelope, reply)
-        if reply not in (m.Reply.OK, m.Reply.STALE) or host.gone:
+        if reply not in (m.Reply.OK, m.Reply.STALE) or gone:
             return
         if heeded and isinstance(envelope.body, m.Abort):
             self._offences[host.life].update(envelope.body.without)
