@@ -45,6 +45,8 @@ NAMES = ["a", "b", "c", "d"]
 A, B, C, D = MEMBERS = [Member(name, number, f"{name}:1") for number, name in enumerate(NAMES, 1)]
 WITNESS = Member("w", 9, "w:1", witness=True)
 SYNC = Policy(None, 0.0, 20.0)
+NEAR = 3
+"""Versions from which commits bring a peer to ours: the backlog of `standing` less one."""
 BodyT = TypeVar("BodyT")
 
 
@@ -1162,13 +1164,17 @@ def test_a_disk_that_refuses_makes_a_voter_abstain_until_it_takes_the_promise() 
     assert not machine._acceptor.abstains
 
 
-def test_a_seat_whose_disk_refuses_is_passed_over() -> None:
+@pytest.mark.parametrize(
+    ("version", "abstains", "passed_over"),
+    [(7, True, True), (7, False, False), (7 - NEAR, False, False), (7 - NEAR - 1, False, True)],
+    ids=["its disk refuses", "it votes", "commits bring it here", "it must copy the state first"],
+)
+def test_a_seat_that_cannot_lead_soon_is_passed_over(version: int, abstains: bool, passed_over: bool) -> None:
     machine = standing(7, seat=B)
     machine.handle(m.Offered(m.Offer(1, 7, 1, 2, 3)), 0.1)
-    machine.hear(B, m.Heartbeat(7, 7, False, Progress(), abstains=True), 0.2)
+    machine.hear(B, m.Heartbeat(version, version, False, Progress(), abstains=abstains), 0.2)
     machine.handle(m.Tick(), 0.3)
-    assert machine.attempt > 0
-    assert machine._acceptor.seat(machine.attempt) != B
+    assert (machine._acceptor.seat(machine.attempt) != B) is passed_over
 
 
 @pytest.mark.parametrize(

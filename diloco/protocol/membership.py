@@ -72,10 +72,14 @@ class Membership:
         return self._post.boot if peer == self.me.peer else entry.boot if entry is not None else 0
 
     def leads(self, member: Member) -> bool:
-        """Whether this member lives, and can coordinate."""
-        beat = self.roster.heartbeat(member.peer) if member != self.me else None
-        abstains = self.acceptor.abstains if member == self.me else beat is not None and beat.abstains
-        return self.lives(member) and not abstains
+        """Whether this member lives, and can coordinate: its disk takes votes, and commits bring it to our version. One
+        that has to copy the state first may take long for that."""
+        if member == self.me:
+            return not self.acceptor.abstains
+        entry = self.roster.get(member.peer)
+        beat = entry.heartbeat if entry is not None else None
+        far = entry is not None and entry.lag > self._near
+        return self.lives(member) and not far and not (beat is not None and beat.abstains)
 
     def trainers_alive(self) -> list[Member]:
         """Live members of the view that receive the mean and vote on it first: all but witnesses."""
@@ -89,9 +93,13 @@ class Membership:
 
     def newcomers(self) -> list[Member]:
         """Joiners on the roster for the next view: at this version, or so near that commits bring them there."""
-        near = max(self._rules.backlog_versions - 1, 0)
         known = {member.peer for member in self.alive()}
-        return [member for member in self.roster.at_the_door(near, self._post.now) if member.peer not in known]
+        return [member for member in self.roster.at_the_door(self._near, self._post.now) if member.peer not in known]
+
+    @property
+    def _near(self) -> int:
+        """Versions behind ours from which commits bring a peer here."""
+        return max(self._rules.backlog_versions - 1, 0)
 
     def learners(self) -> list[Member]:
         """Joiners that a view commit may take in: those of whose name there is neither a member nor a lease, else two

@@ -84,6 +84,8 @@ class SimulatedConduct:
         """Peer, incarnation and a lineage that it followed."""
         self._members: set[tuple[str, int]] = set()
         """Lives that stood in a view: others may have joined and never have heard of it."""
+        self._stood: dict[tuple[str, int], int] = {}
+        """By life: the greatest height at which one of its processes stood."""
         self._founded: set[str] = set()
         self._proposed: set[str] = set()
         self._goes_on: dict[tuple[frozenset[str], int], str] = {}
@@ -284,7 +286,9 @@ class SimulatedConduct:
             life.stands, life.stood_s = digest, host.now
             if machine.in_view:
                 self._members.add((host.name, machine.me.incarnation))
-        self._followed.add((host.name, machine.me.incarnation, machine.lineage))
+        one = host.name, machine.me.incarnation
+        self._stood[one] = max(self._stood.get(one, -1), machine.height)
+        self._followed.add((*one, machine.lineage))
         self._check_tally(host, life)
 
     # ------------------------------------------------------------ what a peer hears
@@ -397,6 +401,7 @@ class SimulatedConduct:
             self._check_repeats(host, life)
             self._check_complaint(host, life)
             self._check_witnesses(host)
+            self._check_seat(host, life)
         elif isinstance(event, m.Unreachable):
             self.apart.loses(host, event.member)
             self._check_lost(host, event)
@@ -429,6 +434,20 @@ class SimulatedConduct:
             what = f"misses {', '.join(reduction.missing())} for {host.now - since_s:.1f} s"
             raise Violation("I7", f"{host.name} {what}, and does not complain to {seat}")
 
+    def _check_seat(self, host: SimulatedProcess, life: Conduct) -> None:
+        """Check that nobody who offers waits for a coordinator that has to copy the state, where another could be."""
+        machine, contributor = host.machine, host.machine._contributor
+        if contributor.offer is None or contributor.reduction is not None or machine.commit is None:
+            return
+        near = max(machine.rules.backlog_versions - 1, 0)
+        seat, alive = self._seat(machine.commit, machine.attempt), machine.alive()
+        beats = {one: machine.roster.heartbeat(one.peer) for one in alive if one != machine.me}
+        able = {one for one, beat in beats.items() if life.lag.get(one, 0) <= near and not (beat and beat.abstains)}
+        able |= {machine.me} if not machine.abstains else set()
+        others = any(one in able and not one.witness for one in machine.commit.voting)
+        if others and seat in alive and life.lag.get(seat, 0) > near:
+            raise Violation("I7", f"{host.name} waits for {seat.peer}, which has to copy the state first")
+
     def _check_witnesses(self, host: SimulatedProcess) -> None:
         """Check that a coordinator asks witnesses as soon as all other trainers that live have accepted."""
         machine, tally = host.machine, host.machine._coordinator._tally
@@ -455,6 +474,8 @@ class SimulatedConduct:
             owed = [(m.Gather, one.peer) for one in machine.view if attempt and one.peer not in tally.ready]
         elif machine._acceptor.abstains or machine._acceptor._then:
             pass  # its disk is to say first that it took the promise
+        elif machine.height < machine._acceptor._from_height <= self._stood[host.name, machine.me.incarnation]:
+            pass  # it stood on a later head before a restart, and its disk tells no more what it promised here
         elif contributor.offer is not None and contributor.reduction is None and machine.commit is not None:
             owed = [(m.Ready, self._seat(machine.commit, attempt).peer)]
         what = life.stands, attempt, owed[0][0] if owed else None
