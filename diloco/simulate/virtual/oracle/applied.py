@@ -85,7 +85,7 @@ class SimulatedSteps:
     def _look_at_rounds(self, peer: Peer) -> None:
         exchange, process = peer.exchange, self._process
         leave_lineage = exchange._leave_lineage
-        close, leave, offer, withdraw = exchange._close, exchange.leave, exchange.offer, peer.withdraw
+        close, leave, go, offer, withdraw = exchange._close, exchange.leave, exchange.go, exchange.offer, peer.withdraw
         hold = exchange.archive.hold
 
         def on_hold(state: OuterState, commit: Commit | None, number: int) -> None:
@@ -115,11 +115,19 @@ class SimulatedSteps:
 
         def on_leave() -> Future[None]:
             self.says_goodbye()
+            left = leave()
+            left.add_done_callback(gone)
+            return left
+
+        def on_go() -> None:
+            go()
+            gone()
+
+        def gone(left: Future[None] | None = None) -> None:
             process.gone = True  # also where there is nobody to say it to
-            return leave()
 
         exchange._leave_lineage = on_leave_lineage  # type: ignore[method-assign]
-        exchange._close, exchange.leave = on_close, on_leave  # type: ignore[method-assign]
+        exchange._close, exchange.leave, exchange.go = on_close, on_leave, on_go  # type: ignore[method-assign]
         exchange.offer, peer.withdraw = on_offer, on_withdraw  # type: ignore[method-assign]
         exchange.archive.hold = on_hold  # type: ignore[method-assign]
 
