@@ -31,7 +31,7 @@ TORN_SHARE = 0.5
 """Share of the files cut off by a loss of power whose end is not only short: zeros or noise follow."""
 TORN_BYTES = 64
 FIRST_SHARE = 0.3
-"""Share of the files written over of which a loss of power takes the first bytes that are new, and not the last."""
+"""Share of the files written over of which a loss of power takes away the first new bytes, and not the last."""
 SYNCS = 5
 """A death in the middle of a checkpoint comes before one of the first so many syncs."""
 

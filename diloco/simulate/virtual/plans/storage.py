@@ -259,7 +259,8 @@ def _waits(dice: Random, plan: FaultPlan) -> FaultPlan:
     if plan.without_majority == "continue":
         return plan  # who goes on alone over such an uplink is never caught up with
     plan = replace(plan, peers=2, bandwidth=dice.choice(SLOWEST), round_s=1.0, fragments=1, codec="fp32", witnesses=0)
-    plan = replace(plan, overlap=0.0, merge="carry", faults=(Fault(dice.uniform(7.0, 9.0), "stop", "p1", 0.1),))
+    plan = replace(plan, overlap=0.0, merge="carry", loss=0.0)  # before both vote, a lost message leaves one alone
+    plan = replace(plan, faults=(Fault(dice.uniform(7.0, 9.0), "stop", "p1", 0.1),))
     if dice.random() < 0.4:
         return plan
     return replace(plan, peers=3, bandwidth=ALL_SLOWEST, speeds=ONE_FASTEST, round_s=5.0, calm_s=12.0, most_peers=0)
