@@ -73,6 +73,13 @@ class Contributor:
         """The latest reduction of this version whose mean is here, whole."""
         return self._whole if self._whole is not None and self._whole.mean_digest else None
 
+    @property
+    def to_propose(self) -> Reduction | None:
+        """That reduction, if its mean may be proposed: repairs that are known here explain whom its parts omit. Its
+        leader gives up another mean, and may die before, or its word may come too late."""
+        whole = self.whole
+        return whole if whole is not None and all(map(whole.explains, whole.omitted.values())) else None
+
     def has_other_mean(self, proposal: m.Propose) -> bool:
         """Whether the reduction that the proposal is of came to another mean here."""
         whole = self.whole
@@ -249,7 +256,7 @@ class Contributor:
         if reduction is None:
             return
         # Only the coordinator knows for certain whom its repairs left out so far.
-        if self.coordinator.began(reduction.begin) and not reduction.gone.issuperset(event.omitted):
+        if self.coordinator.began(reduction.begin) and not reduction.explains(event.omitted):
             reason = "left somebody out of a part of the mean"
             self.on_refused(m.ContributionRefused(*reduction.key, event.sender, reason))
         elif reduction.mean(event.part, event.sender, event.omitted, self._post.now):

@@ -117,7 +117,7 @@ class Coordinator:
             # It may have been decided already: with another value two commits could have a majority.
             self._post.note(f"attempt {attempt}: proposing again what was accepted before")
             self._propose(tally, earlier)
-        elif (whole := self.contributor.whole) is not None:
+        elif (whole := self.contributor.to_propose) is not None:
             self._propose(tally, self.drafter.version_commit(whole), whole)
         elif self.membership.changes():
             self._propose(tally, self.drafter.view_commit())

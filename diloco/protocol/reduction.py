@@ -260,6 +260,10 @@ class Reduction:
             self._sums.move(part, mine=owner == self.me)
         return as_spans(moved), self._sums.ready(self.gone)
 
+    def explains(self, omitted: Iterable[str]) -> bool:
+        """Whether the repairs that are known here left out all of these contributors."""
+        return self.gone.issuperset(omitted)
+
     def missing(self) -> tuple[str, ...]:
         """Peers that the reduction waits for: contributors to my parts first, then owners of parts of the mean."""
         return tuple(sorted(self._late_contributors() or self.owners_of_absent()))
