@@ -281,6 +281,22 @@ def test_a_state_that_the_run_did_not_go_on_from_is_of_no_use(state: OuterState)
     asyncio.run(scenario())
 
 
+def test_the_state_that_is_here_is_not_taken_where_a_later_one_is_offered(state: OuterState) -> None:
+    """Else several that are behind would each take what the others have, and be behind for good."""
+
+    async def scenario() -> None:
+        later, ended = step(state, 0), step(start(3), 0)
+        same, one = [Holder(state), Holder(state)], Members(Holder(state), Holder(later), Holder(state))
+        assert (await one.copy(state)).digest == later.digest
+        assert (await Members(*same, Holder(ended)).copy(state)).digest == state.digest  # which is no later one
+        members = Members(*same, Holder(later))
+        link, asked = members.network.link(0.5), lambda: list(members.holders)
+        joined, _ = await download(link, asked, state, LAYOUT, OPTIMIZER, 0.5, patient=True)
+        assert joined.digest == state.digest  # from which commits may lead on
+
+    asyncio.run(scenario())
+
+
 def test_the_state_of_a_version_is_the_one_that_the_next_was_made_on() -> None:
     backlog = Backlog(4, STATE_BYTES)
     backlog.add(Closed(replace(commit(7, ()), state_digest="of 6"), ()), None)

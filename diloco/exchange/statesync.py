@@ -78,7 +78,7 @@ async def download(
     fruitless = 0
     while True:
         asked = sources()
-        best, coming = await _best_offer(link, asked, layout, optimizer, stall_s, useless, local_digest, patient)
+        best, coming = await _best_offer(link, asked, local, layout, optimizer, stall_s, useless, patient)
         if best is None:
             fruitless += not (patient and coming)
             if fruitless == MAX_FRUITLESS_PASSES:
@@ -107,22 +107,25 @@ async def download(
 async def _best_offer(
     link: Link,
     sources: Sequence[str],
+    local: OuterState,
     layout: Layout,
     optimizer: OuterOptimizer,
     timeout_s: float,
     useless: Callable[[StateOffer], str],
-    have: str,
     patient: bool,
 ) -> tuple[tuple[StateOffer, list[StateChunk], list[str]] | None, bool]:
     """The state that most members offer for copies (of several, the latest), its manifest and holders; None: no answer,
     or not yet. And whether one will have a state, and has none now. Raises StateError when nobody's state fits.
+
+    `local`, which others that are behind offer, too, is not taken where a later state can be had: each would be content
+    with it again and again. Who joins takes it: commits may lead on from there.
     """
     lost, coming = 0, False
 
     async def ask(address: str) -> tuple[StateOffer, list[StateChunk]] | None:
         nonlocal lost, coming
         try:
-            offer = await link.fetch_state_offer(address, timeout_s, have)
+            offer = await link.fetch_state_offer(address, timeout_s, local.digest)
             if why := useless(offer):
                 lost += patient
                 raise StateError(why)
@@ -141,6 +144,9 @@ async def _best_offer(
         return None, coming
     if not found:
         raise _nothing_fits(len(sources))
+    later = {address for address, (offer, _) in found.items() if offer.version > local.version}
+    if later and not patient:
+        found = {one: answer for one, answer in found.items() if one in later or answer[0].digest != local.digest}
     counts = Counter(offer.digest for offer, _ in found.values())
     offer, manifest = max(found.values(), key=lambda answer: (counts[answer[0].digest], answer[0].version))
     holders = [address for address, answer in found.items() if answer[0].digest == offer.digest]

@@ -219,7 +219,10 @@ def _over_slow_links(dice: Random, plan: FaultPlan) -> FaultPlan:
     fastest = max(plan.speed(index) for index in range(plan.peers))
     round_s = max(plan.round_s, SLOW_ROUND_S * fastest)
     calm_s = plan.calm_s + 8 * SLOW_ROUND_S
-    return replace(plan, bandwidth="+".join(rates), codec="fp32", round_s=round_s, calm_s=calm_s)
+    plan = replace(plan, bandwidth="+".join(rates), codec="fp32", round_s=round_s, calm_s=calm_s)
+    # Until the first version closes the founder votes alone, and could go on so for good.
+    voting_s = round_s + plan.longest_exchange_s
+    return replace(plan, faults=tuple(replace(one, at_s=round(one.at_s + voting_s, 2)) for one in plan.faults))
 
 
 def _served_by_one(plan: FaultPlan) -> FaultPlan:
