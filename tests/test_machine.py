@@ -143,6 +143,20 @@ def test_an_eviction_takes_a_vote_and_lowers_nothing() -> None:
     assert (electorate.needed(), electorate.is_lost()) == (1, False)  # that b is dead is proven, too
 
 
+def test_witnesses_alone_are_no_majority() -> None:
+    """Only voters that train propose: however many others would vote, without one of them nothing is decided."""
+    electorate = Electorate()
+    electorate.stand(naming(A, WITNESS, Member("v", 9, "v:1", witness=True)))
+    assert electorate.suffice({"v": 0, "w": 0})
+    assert (electorate.seats({"v", "w"}), electorate.seats({"a", "w"})) == (0, 1)
+    electorate.evict("v", 9)
+    assert not electorate.is_lost()
+    electorate.stand(naming(A, WITNESS))
+    electorate.died(A, 0)
+    electorate.evict("a", A.incarnation)
+    assert (electorate.needed(), electorate.seats(electorate.names()), electorate.is_lost()) == (1, 0, True)
+
+
 def test_a_witness_never_coordinates() -> None:
     machine = standing(7, view=(A, WITNESS, B))
     assert {machine._acceptor.seat(attempt) for attempt in range(3)} == {A, B}

@@ -123,6 +123,7 @@ def status_json(
     """Status of a peer's exchange. `peers` has every member of the view, every joiner at the door, and who answers.
 
     `votes`: those that live members have; `votes_missing`: members that do not live, and for which nobody votes.
+    `seats`: live voters that train, one of which is to coordinate.
     `mean_lost_with`: members that do not live, one of which may have the mean of an accepted version that no live one
     has.
     `durable`: the votes of the peer that answers are on a disk. `abstains`, of a peer: its disk refuses them.
@@ -149,6 +150,7 @@ def status_json(
         "reason": machine.reason,
         "votes": electorate.reachable(alive),
         "votes_needed": electorate.needed(),
+        "seats": electorate.seats(alive),
         "durable": durable,
         "votes_missing": electorate.missing(alive),
         "conflict": machine.conflict,

@@ -315,7 +315,7 @@ def status_text(status: Mapping[str, Any]) -> str:
         lines.append(readable_text(status["reason"], 200))
     if status.get("conflict"):
         lines.append(f"{readable_text(status['conflict'], 300)}: stop the peers of the wrong one and evict them")
-    if status.get("votes_missing") and status["votes"] < status["votes_needed"]:
+    if status.get("votes_missing") and (status["votes"] < status["votes_needed"] or status.get("seats") == 0):
         names = ", ".join(map(readable_text, status["votes_missing"]))
         lines.append(f"no commit takes place: bring {names} back with the same disk, or evict who never comes back")
     if not status.get("durable", True) and answering["votes"]:

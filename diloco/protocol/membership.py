@@ -162,10 +162,11 @@ class Membership:
         return tuple(peer for peer, entry in entries.items() if entry is not None and entry.answered)
 
     def no_majority(self) -> str:
-        """The reason why no commit can get its votes; empty while enough voters of the view can be reached."""
+        """The reason why no commit can get its votes, or nobody proposes one; empty while enough voters of the view can
+        be reached, and one of them trains."""
         alive = {member.peer: self.boot_of(member.peer) for member in self.alive()}
         if self.electorate.suffice(alive):
-            return ""
+            return "" if self.electorate.seats(alive) else "no voter that trains can be reached, to coordinate"
         reachable, needed = self.electorate.reachable(alive), self.electorate.needed()
         return f"{reachable} of {len(self.electorate.voters())} voters can be reached, a commit takes {needed}"
 

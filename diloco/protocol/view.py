@@ -182,12 +182,18 @@ class Electorate:
         return len(voters) // 2 if half else len(voters) // 2 + 1
 
     def is_lost(self) -> bool:
-        """Whether an operator evicted so many that the others can decide nothing: they found a lineage of their own."""
-        return bool(self.evicted) and len(self.voters()) < self.needed()
+        """Whether an operator evicted so many that the others can decide nothing, or none of them trains: they found a
+        lineage of their own."""
+        return bool(self.evicted) and (len(self.voters()) < self.needed() or not self.seats(self.names()))
 
     def reachable(self, alive: Collection[str]) -> int:
         """Number of votes of live voters."""
         return sum(peer in alive for peer in self.voters())
+
+    def seats(self, alive: Collection[str]) -> int:
+        """Number of live voters that train: only they coordinate."""
+        there = self.voters().intersection(alive)
+        return sum(member.peer in there and not member.witness for member in self._named)
 
     def missing(self, alive: Collection[str]) -> list[str]:
         """Voters that do not live and that no operator evicted."""

@@ -168,7 +168,8 @@ class SimulatedOperator:
         asked: dict[str, list[str]] = {}
         """By member to be asked, names of the dead."""
         for name, status in mine.items():
-            missing = status["votes_missing"] if waits and status["votes"] < status["votes_needed"] else []
+            decides = status["votes"] >= status["votes_needed"] and status["seats"]
+            missing = status["votes_missing"] if waits and not decides else []
             dead = list(dict.fromkeys((*missing, *status["mean_lost_with"])))
             asked[name] = [peer for peer in dead if self._is_over(peer, status, statuses)]
         lost = {peer for dead in asked.values() for peer in dead}

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
-from diloco.simulate.virtual.oracle.ballots import voters
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.plans.setup import SUSPECT_S
 
@@ -58,12 +57,13 @@ class SimulatedApart:
         self._hearings.setdefault(host.life, Hearing()).unreachable.add(member)
 
     def _has_majority(self, host: SimulatedProcess, hearing: Hearing, commit: Commit) -> bool:
-        """Whether those heard lately have the votes that decide after a commit: with its own, if it is of this life."""
+        """Whether those heard lately have the votes that decide after a commit, and one of them trains and can propose:
+        with its own, if it is of this life."""
         since_s = host.now - SUSPECT_S + SLACK_S
         lately = {one for one, at_s in hearing.at_s.items() if at_s > since_s} - hearing.unreachable
-        heard = {one.peer for one in commit.voting if one == host.machine.me or one in lately}
-        ballots = self.world.invariants.ballots
-        return len(heard & voters(commit)) >= ballots.needed(host, commit)
+        heard = [one for one in commit.voting if one == host.machine.me or one in lately]
+        enough = len(heard) >= self.world.invariants.ballots.needed(host, commit)
+        return enough and not all(one.witness for one in heard)
 
     def founds(self, host: SimulatedProcess, commit: Commit) -> None:
         """Check that a lineage apart is founded by the first that lives, after its patience without a majority."""

@@ -46,10 +46,12 @@ class SimulatedPromise:
         if not any(host.holds(newest) and not host.exchange.behind for host in self._trainers(newest)):
             return f"version {newest.version} is with no trainer that lives"
         votes, needed = self._votes(newest)
-        if len(votes) < needed:  # under `continue` the living found a lineage of their own, or where enough are evicted
+        seats = [one for one in newest.voting if one.peer in votes and not one.witness]
+        if len(votes) < needed or not seats:  # under `continue`, or where enough are evicted, the living go on apart
             stay = [one for one in newest.voting if not self._is_evicted(one, self._living(newest))]
-            alone = heals or len(stay) < needed
-            return "" if alone else f"{len(votes)} of {needed} votes for version {newest.version + 1} live"
+            alone = heals or len(stay) < needed or all(one.witness for one in stay)
+            found = f"{len(votes)} of {needed} votes for version {newest.version + 1} live"
+            return "" if alone else found if seats else f"{found}, and no voter that trains"
         return self._means(newest, votes)
 
     def _trainers(self, commit: Commit) -> list[SimulatedProcess]:
