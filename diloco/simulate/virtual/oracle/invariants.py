@@ -230,13 +230,15 @@ class SimulationInvariants:
         raise Violation("I2", f"version {commit.version} counts a contribution that {counted.peer} never made")
 
     def on_start(self, host: SimulatedProcess) -> None:
-        """Note the lineage that a simulated founder founds, and check the state that it begins with."""
+        """Check the state with which a simulated peer begins a run again, and note the lineage that it founds; as the
+        same voter it founds none, and is in the one that it was in."""
         if host.founder and self.commits:
             commit, saved = host.line.commit, self.world.machines.saved_at_least(self.world.plan.checkpoint_every)
             if host.line.state.version < saved:
                 what = f"{host.name} founds anew from version {host.line.state.version}"
                 raise Violation("I5", f"{what}, one from {saved} on must be on a disk")
-            self.refounded[host.machine.lineage] = commit.digest if commit is not None else None
+            if host.machine.founder:
+                self.refounded[host.machine.lineage] = commit.digest if commit is not None else None
             self.on_resume(host, host.line)
 
     def on_effect(self, host: SimulatedProcess, effect: fx.Effect) -> None:
