@@ -124,8 +124,8 @@ class MeanFile:
         self._descriptor = self._take_spare()
         if self._descriptor < 0:
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        with suppress(OSError):  # on a file system without locks no spare is taken
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(OSError):  # on a file system without locks no spare is taken, either
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         sync_path(self.path.parent)
 
     def _take_spare(self) -> int:
