@@ -249,7 +249,7 @@ class Membership:
 
     def taken(self, envelope: m.Envelope) -> None:
         """Note a message of a peer that may speak, and the process that it is of."""
-        self.roster.heard(envelope.sender, self._post.now)
+        self.heard(envelope.sender)
         self.roster.runs(envelope, self.electorate.has_evicted(envelope.sender))
 
     def on_heartbeat(self, sender: Member, body: m.Heartbeat) -> None:
