@@ -312,7 +312,9 @@ def nobody_reaches(name: str) -> Iterator[None]:
 
     def without(drafter: Drafter, *rest: Any) -> Any:
         assert drafter.membership.me.peer != name
-        drafter.membership.roster.unreachable(name)
+        roster = drafter.membership.roster
+        for member in [entry.member for entry in roster if entry.member.peer == name]:
+            roster.unreachable(member)
         return version_commit(drafter, *rest)
 
     with pytest.MonkeyPatch.context() as patch:

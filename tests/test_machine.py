@@ -778,7 +778,7 @@ def test_a_suspected_peer_refutes_with_its_next_word() -> None:
     roster.meet([B], 0.0)
     assert not roster.alive(B, 4.1)
     roster.heard(B, 4.2)
-    roster.unreachable("b")
+    roster.unreachable(B)
     assert not roster.alive(B, 4.3)
     roster.heard(B, 4.4)
     assert not roster.alive(B, 4.5)  # one that is heard may still be out of reach

@@ -354,8 +354,7 @@ class Exchange(ExchangeTasks):
     # ------------------------------------------------------------ sending
 
     async def _send(self, effect: fx.Send) -> None:
-        step = _FAILPOINTS.get(type(effect.envelope.body))
-        if step:
+        if step := _FAILPOINTS.get(type(effect.envelope.body)):
             failpoints.hit(f"before-{step}")
         reply, to, since_s = None, effect.to, monotonic_s()
         try:
@@ -370,9 +369,11 @@ class Exchange(ExchangeTasks):
             reply = error.reply
         if reply is m.Reply.OLD_COPY:
             self._feed(m.Outdated())
-        if reply is not None:
+        if reply is not None and self.machine.roster.has_later(to):
+            await self._lost(to)  # which may have its address, too
+        elif reply is not None:
             self.lives.replied(to.peer, reply)
-            await self._meet(to, self.machine.boot_of(to.peer))
+            await self._meet(to, self.machine.boot_of(to))
         if step:
             failpoints.hit(f"after-{step}")
 

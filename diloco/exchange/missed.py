@@ -84,7 +84,7 @@ class Fetcher:
     def _others(self, source: Member) -> list[Member]:
         """Other trainers of the view: first those that stand on later commits, then those that were heard of late."""
         machine, since, alive = self._machine, self._since(), self._machine.alive()
-        beats = {one: machine.roster.heartbeat(one.peer) for one in machine.view if not one.witness}
+        beats = {one: machine.roster.heartbeat(one) for one in machine.view if not one.witness}
         ahead = {one for one, beat in beats.items() if beat is not None and beat.height > since}
         others = [one for one in beats if one not in (machine.me, source)]
         return sorted(others, key=lambda one: (one not in ahead, one not in alive))

@@ -169,7 +169,7 @@ def _known(machine: Machine) -> list[Member]:
 
 
 def _peer(machine: Machine, member: Member, now: float) -> dict[str, Any]:
-    entry = machine.roster.get(member.peer)
+    entry = machine.roster.get(member)
     beat = entry.heartbeat if entry else None
     mine = member.peer == machine.me.peer
     progress = machine.progress if mine else beat.progress if beat else Progress()

@@ -93,7 +93,7 @@ class Coordinator:
             self._post.next_attempt(body.attempt, f"{sender.peer} asked for attempt {body.attempt}")
         if self._tally is None:
             self._tally = Tally(acceptor.attempt)
-        self._tally.hear(sender.peer, membership.boot_of(sender.peer), body, self._post.now)
+        self._tally.hear(sender.peer, membership.boot_of(sender), body, self._post.now)
         self.coordinate()
 
     def coordinate(self) -> None:
@@ -164,7 +164,7 @@ class Coordinator:
         chain, membership, rules = self.chain, self.membership, self._rules
         # Joiners that hold this very state receive the mean like the others: they are in the next view.
         newcomers = [member for member in membership.newcomers() if not member.witness]
-        beats = [(member, membership.roster.heartbeat(member.peer)) for member in newcomers]
+        beats = [(member, membership.roster.heartbeat(member)) for member in newcomers]
         joiners = [member for member, beat in beats if beat is not None and beat.version == chain.version]
         turn = (chain.making - 1) // len(rules.parts)
         group = in_turn(decision.group, rules.policy.max_peers, turn)
@@ -320,7 +320,7 @@ class Coordinator:
         if tally is None or tally.proposal is None or body.key != (self.chain.height, self.acceptor.attempt):
             return
         if body.commit_digest == tally.proposal.digest and self.membership.is_member(sender):
-            tally.accepts[sender.peer] = self.membership.boot_of(sender.peer)
+            tally.accepts[sender.peer] = self.membership.boot_of(sender)
             self._commit_if_accepted(tally, tally.proposal)
 
     def count(self) -> None:

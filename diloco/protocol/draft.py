@@ -70,19 +70,20 @@ class Drafter:
         stay = [member for member in alive if member.peer not in leaving]
         join = [member for member in membership.newcomers() if member.peer not in leaving]
         voting = {*before.voting}
-        successors = [member.peer for member in membership.successors(leaving)]
+        successors = membership.successors(leaving)
         if not successors and all(member.witness for member in stay if member in voting):
             stay = membership.alive()  # somebody must go on training, and vote
         kept = {member.peer for member in stay if member in voting}
-        proven = {voter.peer for voter in before.voters if voter.peer in kept and voter.since < before.version}
-        learners = [member.peer for member in stay if member not in voting and membership.is_reached(member)]
-        named = successors or learners[: most_named(len(kept), len(membership.here(proven)))]
+        earlier = {voter.peer for voter in before.voters if voter.since < before.version}
+        proven = [one for one in stay if one in voting and one.peer in earlier and membership.is_here(one)]
+        learners = [member for member in stay if member not in voting and membership.is_reached(member)]
+        named = successors or learners[: most_named(len(kept), len(proven))]
         silent = None if named or len(kept) % 2 else self._keep_one_silent_voter(kept, leaving)
         stays = (member for member in before.view if member in stay or member == silent)
         view = [*map(membership.roster.latest, stays), *join]
         old = {*kept, *([silent.peer] if silent is not None else [])}
         voters = [self._named_again(voter) for voter in before.voters if voter.peer in old]
-        return view, (*voters, *(Voter(peer, membership.boot_of(peer), self.chain.making) for peer in named))
+        return view, (*voters, *(Voter(one.peer, membership.boot_of(one), self.chain.making) for one in named))
 
     def _voters_without(self, leaving: Collection[str]) -> list[Voter]:
         """Voters that stay when some leave; without the silent ones, where those that live would be no majority. Where
@@ -93,12 +94,14 @@ class Drafter:
         live = [voter for voter in stay if voter.peer in alive]
         if not leaving:
             return stay
-        new = [Voter(one.peer, membership.boot_of(one.peer), before.version) for one in membership.successors(leaving)]
+        new = [Voter(one.peer, membership.boot_of(one), before.version) for one in membership.successors(leaving)]
         return [*(stay if 2 * len(live) > len(stay) and not new else live), *new]
 
     def _named_again(self, voter: Voter) -> Voter:
-        """A voter with its latest process that is known here."""
-        return replace(voter, boot=self.membership.boot_of(voter.peer) or voter.boot)
+        """A voter with the latest process of its life that is known here."""
+        member = self._head().member(voter.peer)
+        known = self.membership.boot_of(member) if member is not None else 0
+        return replace(voter, boot=max(voter.boot, known))
 
     def _keep_one_silent_voter(self, kept: Collection[str], leaving: Collection[str]) -> Member | None:
         """One lost voter to keep in the next view, at no cost in votes: two of three decide as two of two would.
@@ -107,9 +110,9 @@ class Drafter:
         two decide.
         """
         membership = self.membership
-        dead = {peer for peer, boot in membership.electorate.dead if boot >= membership.boot_of(peer)}
-        gone = membership.electorate.voters() - set(kept) - set(leaving) - dead
-        heard = {member: membership.roster.last_heard_s(member) for member in self.chain.view if member.peer in gone}
+        gone = membership.electorate.voters() - set(kept) - set(leaving)
+        silent = {one for one in self._head().voting if one.peer in gone and not membership.is_dead(one)}
+        heard = {member: membership.roster.last_heard_s(member) for member in silent}
         lost = {member: at_s for member, at_s in heard.items() if at_s is not None}
         return max(lost, key=lambda member: lost[member], default=None)
 

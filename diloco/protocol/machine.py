@@ -331,9 +331,9 @@ class Machine:
         """This process."""
         return self._post.boot
 
-    def boot_of(self, peer: str) -> int:
-        """The latest process of a peer that was heard; 0: none was."""
-        return self._membership.boot_of(peer)
+    def boot_of(self, member: Member) -> int:
+        """The latest process of this life that was heard; 0: none was."""
+        return self._membership.boot_of(member)
 
     def alive(self) -> list[Member]:
         """Members of the view that the roster does not suspect."""

@@ -66,18 +66,21 @@ class Membership:
         """Whether the roster does not suspect this member."""
         return self.roster.alive(member, self._post.now)
 
-    def boot_of(self, peer: str) -> int:
-        """The latest process of a peer that was heard; 0: none was."""
-        entry = self.roster.get(peer)
-        return self._post.boot if peer == self.me.peer else entry.boot if entry is not None else 0
+    def boot_of(self, member: Member) -> int:
+        """The latest process of this life that was heard; 0: none was."""
+        return self._post.boot if member == self.me else self.roster.boot_of(member)
+
+    def is_dead(self, voter: Member) -> bool:
+        """Whether the latest process of this voter that was heard is over for certain."""
+        known = self.boot_of(voter)
+        return any(peer == voter.peer and boot >= known for peer, boot in self.electorate.dead)
 
     def leads(self, member: Member) -> bool:
         """Whether this member lives, and can coordinate: its disk takes votes, and commits bring it to our version. One
         that has to copy the state first may take long for that."""
         if member == self.me:
             return not self.acceptor.abstains
-        entry = self.roster.get(member.peer)
-        beat = entry.heartbeat if entry is not None else None
+        entry, beat = self.roster.get(member), self.roster.heartbeat(member)
         far = entry is not None and entry.lag > self._near
         return self.lives(member) and not far and not (beat is not None and beat.abstains)
 
@@ -133,38 +136,36 @@ class Membership:
     def _wants_out(self, member: Member) -> bool:
         if member == self.me:
             return self.wants_out
-        entry = self.roster.get(member.peer)
-        if entry is None or entry.member.incarnation != member.incarnation:
-            return False
-        return entry.left or (entry.heartbeat is not None and entry.heartbeat.leaving)
+        entry = self.roster.get(member)
+        return entry is not None and (entry.left or (entry.heartbeat is not None and entry.heartbeat.leaving))
 
     def changes(self) -> bool:
         """Whether members wait to be let in or out."""
         return bool(self.leavers() or self.learners())
 
-    def here(self, peers: Collection[str]) -> list[str]:
-        """Those of these peers that say that they stand on our version."""
-        beats, since = {peer: self.roster.heartbeat(peer) for peer in peers}, self.chain.since_height
-        return [peer for peer, beat in beats.items() if peer == self.me.peer or (beat and beat.stands >= since)]
+    def is_here(self, member: Member) -> bool:
+        """Whether this life of a peer says that it stands on our version."""
+        beat = self.roster.heartbeat(member)
+        return member == self.me or (beat is not None and beat.stands >= self.chain.since_height)
 
     def is_reached(self, learner: Member) -> bool:
         """Whether a learner stands on our version, and most voters say that they reach it."""
-        named = self.electorate.names()
-        beats = {peer: self.roster.heartbeat(peer) for peer in named - {self.me.peer}}
-        reached = sum(beat is not None and learner.peer in beat.reaches for beat in beats.values())
-        reached += self.me.peer in named and learner.peer in self._reaches()
-        return bool(self.here([learner.peer])) and 2 * reached > len(named)
+        voting = self._voting()
+        beats = self._heartbeats(voting)
+        reached = sum(beat is not None and learner.peer in beat.reaches for beat in beats)
+        reached += self.me in voting and learner.peer in self._reaches()
+        return self.is_here(learner) and 2 * reached > len(voting)
 
     def _reaches(self) -> tuple[str, ...]:
         """Learners of the view that answered us."""
         voting = self._voting()
-        entries = {one.peer: self.roster.get(one.peer) for one in self.alive() if one not in voting}
+        entries = {one.peer: self.roster.get(one) for one in self.alive() if one not in voting}
         return tuple(peer for peer, entry in entries.items() if entry is not None and entry.answered)
 
     def no_majority(self) -> str:
         """The reason why no commit can get its votes, or nobody proposes one; empty while enough voters of the view can
         be reached, and one of them trains."""
-        alive = {member.peer: self.boot_of(member.peer) for member in self.alive()}
+        alive = {member.peer: self.boot_of(member) for member in self.alive()}
         if self.electorate.suffice(alive):
             return "" if self.electorate.seats(alive) else "no voter that trains can be reached, to coordinate"
         reachable, needed = self.electorate.reachable(alive), self.electorate.needed()
@@ -193,7 +194,7 @@ class Membership:
 
     def _heartbeats(self, members: Sequence[Member]) -> list[m.Heartbeat | None]:
         """The roster's last heartbeat of each of these members but this one; None where there was none yet."""
-        return [self.roster.heartbeat(member.peer) for member in members if member != self.me]
+        return [self.roster.heartbeat(member) for member in members if member != self.me]
 
     def may_speak(self, run: str, contract: str, lineage: str, sender: Member) -> m.Reply:
         """OK if run, lineage and roster let this sender speak, else the protocol's reason for the refusal."""
@@ -260,7 +261,7 @@ class Membership:
         """Note that nothing can be delivered to a peer, and that its vote is lost where its death is proven."""
         moved = self.roster.latest(event.member).address != event.member.address  # nobody is there any more
         if not (moved or self.roster.has_later(event.member)):
-            self.roster.unreachable(event.member.peer)
+            self.roster.unreachable(event.member)
         if event.boot is not None:
             self.electorate.died(event.member, event.boot)
 
@@ -314,8 +315,8 @@ class Membership:
         elif commit is None or self._left_at is None:
             free = True
         else:
-            left_at, names = self._left_at, [voter.peer for voter in commit.voters]
-            entries = [entry for name in names if (entry := self.roster.get(name)) is not None]
+            left_at, names = self._left_at, [member.peer for member in commit.voting]
+            entries = [entry for member in commit.voting if (entry := self.roster.get(member)) is not None]
             standing = [one for one in entries if one.left or (one.heartbeat and one.heartbeat.stands >= left_at)]
             free = may_go([entry.member.peer for entry in standing], names)
         if free:
@@ -327,7 +328,7 @@ class Membership:
 
     def on_goodbye(self, sender: Member, body: m.Goodbye) -> None:
         """Note on the roster that a peer has left."""
-        self.roster.left(sender.peer)
+        self.roster.left(sender)
         self._post.note(f"{sender.peer} left")
 
     # ------------------------------------------------------------ who is out
@@ -344,9 +345,7 @@ class Membership:
             return m.Reply.STALE
         self.electorate.evict(body.peer, body.incarnation)
         self.chain.decide_for_us(body.peer)
-        entry = self.roster.get(body.peer)
-        if entry is not None and entry.member.incarnation == body.incarnation:  # a later life may be at the door
-            self.roster.left(body.peer)
+        self.roster.left(Member(body.peer, body.incarnation, address=""))  # a later life may be at the door
         self._post.note(f"an operator declared {body.peer} dead")
         return m.Reply.OK
 

@@ -121,13 +121,20 @@ class Roster:
     def __iter__(self) -> Iterator[RosterEntry]:
         return iter(self._entries.values())
 
-    def get(self, peer: str) -> RosterEntry | None:
-        return self._entries.get(peer)
+    def get(self, member: Member) -> RosterEntry | None:
+        """The entry of this very life of a peer. None: the roster has another one, or none."""
+        known = self._entries.get(member.peer)
+        return known if known is not None and known.member == member else None
 
-    def heartbeat(self, peer: str) -> Heartbeat | None:
-        """The last heartbeat of a peer on the roster."""
-        entry = self._entries.get(peer)
+    def heartbeat(self, member: Member) -> Heartbeat | None:
+        """The last heartbeat of this life of a peer on the roster."""
+        entry = self.get(member)
         return entry.heartbeat if entry is not None else None
+
+    def boot_of(self, member: Member) -> int:
+        """The latest process of this life that was heard; 0: none was."""
+        entry = self.get(member)
+        return entry.boot if entry is not None else 0
 
     def latest(self, member: Member) -> Member:
         """This life of a peer, with the address that it gave last."""
@@ -174,8 +181,8 @@ class Roster:
     def boots(self, envelope: Envelope) -> Reply:
         """OK for the latest process of a life; OLD_COPY for an earlier one, or one that began with an old copy of the
         disk."""
-        known = self._entries.get(envelope.sender.peer)
-        if known is None or known.member != envelope.sender or envelope.sender == self.me:
+        known = self.get(envelope.sender)
+        if known is None or envelope.sender == self.me:
             return Reply.OK
         earlier = envelope.boot < known.boot
         copied = envelope.boot > known.boot and envelope.before < known.saved
@@ -184,8 +191,8 @@ class Roster:
     def runs(self, envelope: Envelope, evicted: bool) -> None:
         """Note on the roster which process of a life a message is of, once the life is on it. `evicted`: an operator
         said that this life is over, and no process brings it back."""
-        known = self._entries.get(envelope.sender.peer)
-        if known is None or known.member != envelope.sender:
+        known = self.get(envelope.sender)
+        if known is None:
             return
         if envelope.boot > known.boot and not evicted:
             known.left = False  # a voter that went, uncounted, is back with its disk, and its vote is needed
@@ -201,9 +208,9 @@ class Roster:
         """Note on the roster a message of `member`, who may speak. `version`: ours, to compare a heartbeat with."""
         if member.peer == self.me.peer:
             return
-        known = self._entries.get(member.peer)
-        if known is None or known.member.incarnation != member.incarnation:
-            known = self._entries[member.peer] = self._next_life(known, member, now)
+        known = self.get(member)
+        if known is None:
+            known = self._entries[member.peer] = self._next_life(self._entries.get(member.peer), member, now)
         known.member = member
         known.heard_at_s = now
         if heartbeat is not None:
@@ -254,22 +261,20 @@ class Roster:
         known = self._entries.get(member.peer)
         return known is not None and known.member.incarnation != member.incarnation
 
-    def unreachable(self, peer: str) -> None:
-        """Note on the roster that nothing can be delivered to `peer`. Its next answer takes this back."""
-        if peer in self._entries:
-            self._entries[peer].unreachable = True
+    def unreachable(self, member: Member) -> None:
+        """Note on the roster that nothing can be delivered to this life. Its next answer takes this back."""
+        if (known := self.get(member)) is not None:
+            known.unreachable = True
 
     def answered(self, member: Member) -> None:
         """Note on the roster that this life of a peer answered a message: it can be reached."""
-        known = self._entries.get(member.peer)
-        if known is not None and known.member.incarnation == member.incarnation:
+        if (known := self.get(member)) is not None:
             known.answered, known.unreachable = True, False
 
     def reaches(self, member: Member) -> bool:
         """Whether this life of a peer has answered, and nothing since then could not be delivered to it."""
-        known = self._entries.get(member.peer)
-        same = known is not None and known.member.incarnation == member.incarnation
-        return known is not None and same and known.answered and not known.unreachable
+        known = self.get(member)
+        return known is not None and known.answered and not known.unreachable
 
     def is_unreached(self, member: Member, now: float) -> bool:
         """Whether a joiner has been heard for a while and never answered: others cannot reach the address it gives."""
@@ -283,10 +288,10 @@ class Roster:
         news, known.turned_away = not known.turned_away, True
         return news
 
-    def left(self, peer: str) -> None:
-        """Note on the roster that `peer` said goodbye."""
-        if peer in self._entries:
-            self._entries[peer].left = True
+    def left(self, member: Member) -> None:
+        """Note on the roster that this life said goodbye, or that an operator said so."""
+        if (known := self.get(member)) is not None:
+            known.left = True
 
     def offended(self, peer: str) -> None:
         """Count on the roster that `peer` sent what no honest peer sends."""
@@ -309,15 +314,13 @@ class Roster:
         """Whether this very life of the peer is on the roster and not suspected."""
         if member.peer == self.me.peer:
             return member.incarnation == self.me.incarnation
-        known = self._entries.get(member.peer)
-        return known is not None and known.member.incarnation == member.incarnation and self._lives(known, now)
+        known = self.get(member)
+        return known is not None and self._lives(known, now)
 
     def last_heard_s(self, member: Member) -> float | None:
         """Time at which the roster last heard this life of a peer. None: it is over, unknown or barred."""
-        known = self._entries.get(member.peer)
-        if known is None or known.member.incarnation != member.incarnation or self.barred(member.peer):
-            return None
-        return known.heard_at_s
+        known = self.get(member)
+        return known.heard_at_s if known is not None and not self.barred(member.peer) else None
 
     def moved_at_s(self, peers: Collection[str]) -> float:
         """Time at which bytes last moved at one of these peers, as their heartbeats on the roster say."""

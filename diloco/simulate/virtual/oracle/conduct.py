@@ -441,7 +441,7 @@ class SimulatedConduct:
             return
         near = max(machine.rules.backlog_versions - 1, 0)
         seat, alive = self._seat(machine.commit, machine.attempt), machine.alive()
-        beats = {one: machine.roster.heartbeat(one.peer) for one in alive if one != machine.me}
+        beats = {one: machine.roster.heartbeat(one) for one in alive if one != machine.me}
         able = {one for one, beat in beats.items() if life.lag.get(one, 0) <= near and not (beat and beat.abstains)}
         able |= {machine.me} if not machine.abstains else set()
         others = any(one in able and not one.witness for one in machine.commit.voting)
