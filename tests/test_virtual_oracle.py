@@ -79,6 +79,17 @@ def test_a_loss_of_power_excuses_no_loss_of_what_was_synced() -> None:
     assert not SimulatedWorld(plan).run().violation
 
 
+def test_an_old_copy_of_a_disk_excuses_only_the_loss_of_what_it_lacks() -> None:
+    old = Fault(9.0, "restart", "p1", how="old")  # with version 3, and nobody else has a later one
+    faults = (Fault(3.0, "kill", "p0", how="in checkpoint"), Fault(8.0, "kill", "p1"), old)
+    world = SimulatedWorld(FaultPlan(seed=17656, peers=2, proven=True, checkpoint_every=3, faults=faults))
+    assert not world.run().violation
+    invariants = world.invariants
+    lost = {commit.version for digest, commit in invariants.commits.items() if invariants.lost_with_the_dead(digest)}
+    assert lost == set(range(4, 4 + len(lost)))
+    assert lost
+
+
 @pytest.mark.parametrize("bug", ["saves-nothing", "resumes-from-nothing"])
 def test_where_all_trainers_are_dead_the_run_is_resumed_and_must_have_lost_nothing(bug: str) -> None:
     plan = FaultPlan(peers=2, faults=(Fault(9.0, "kill", "p0"), Fault(9.2, "kill", "p1")))

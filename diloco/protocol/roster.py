@@ -124,7 +124,7 @@ class Roster:
     def get(self, member: Member) -> RosterEntry | None:
         """The entry of this very life of a peer. None: the roster has another one, or none."""
         known = self._entries.get(member.peer)
-        return known if known is not None and known.member == member else None
+        return known if known is not None and known.member.incarnation == member.incarnation else None
 
     def heartbeat(self, member: Member) -> Heartbeat | None:
         """The last heartbeat of this life of a peer on the roster."""

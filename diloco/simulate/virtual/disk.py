@@ -118,8 +118,13 @@ class SimulatedDisk:
         self._owed_s += self.late_s
         if not self.lying:
             self._note(path, status)
-        if path.name == "checkpoints" and not self._copy.exists():
+        if path.name == "checkpoints" and not self.copied:
             shutil.copytree(self.folder, self._copy)
+
+    @property
+    def copied(self) -> bool:
+        """Whether there is a copy of it that somebody may bring back: as it was with the first checkpoint on it."""
+        return self._copy.exists()
 
     @property
     def keeps(self) -> bool:
@@ -252,7 +257,7 @@ class SimulatedDisk:
         """Somebody brings back an old copy of the disk, with the first checkpoint on it."""
         self.damaged, self.durable, self.reach = True, -1, self.NOWHERE
         self.rollbacks += 1
-        if self._copy.exists():
+        if self.copied:
             shutil.rmtree(self.folder)
             shutil.copytree(self._copy, self.folder)
             self.settle()

@@ -178,7 +178,8 @@ class SimulationInvariants:
         return commit.digest in self._closed_by.get(host.life, ())
 
     def lost_with_the_dead(self, digest: str) -> bool:
-        """Whether all who had a version are dead, and an operator answers for each of them that had a vote on it."""
+        """Whether all who had a version are dead, and an operator answers for each of them that had a vote on it: by
+        an eviction, or as somebody brought back a copy of its disk from before that version."""
         commit = self.commits.get(digest)
         before = self.commits.get(commit.previous) if commit else None
         if commit is None:
@@ -187,7 +188,9 @@ class SimulationInvariants:
             return commit.previous in self._lost and not any(host.alive for host, _ in self._holders[digest])
         evicted = {one for one in before.view if (one.peer, one.incarnation) in self.world.promise.evicted}
         held = self._holders[digest]
-        return bool(evicted) and not any(host.alive or me in set(before.view) - evicted for host, me in held)
+        kept = {me for host, me in held if not host.records.lost_commit(digest)}
+        answered = evicted | (set(before.view).intersection(me for _, me in held) - kept)
+        return bool(answered) and not any(host.alive or me in set(before.view) - answered for host, me in held)
 
     def abandoned(self, digest: str) -> bool:
         """Whether all trainers that had a version and still live said that they leave its lineage."""

@@ -73,6 +73,8 @@ class SimulatedRecords:
         self.kept = 0
         """Records of this life's ledger, from the first on, that are on the disk whatever happens to its machine."""
         self._kept_commits: set[str] = set()
+        self._copied_commits: set[str] = set()
+        """Those that the old copy of the disk has, too."""
         self._rollbacks, self._refusals = process.disk.rollbacks, process.disk.refusals
 
     # ------------------------------------------------------------ checkpoints
@@ -227,6 +229,8 @@ class SimulatedRecords:
         self.kept = records
         if applied is not None:
             self._kept_commits.add(applied.digest)
+            if not disk.copied:
+                self._copied_commits.add(applied.digest)
             self._reaches(applied)
 
     def _reaches(self, applied: Commit) -> None:
@@ -249,6 +253,10 @@ class SimulatedRecords:
     def keeps_commit(self, digest: str) -> bool:
         """Whether this life's ledger has a commit for certain."""
         return digest in self._kept_commits and not self.rolled_back
+
+    def lost_commit(self, digest: str) -> bool:
+        """Whether an old copy took the place of the disk on which this life had a commit, and is from before that."""
+        return self.rolled_back and digest not in self._copied_commits
 
 
 def _tensors(folder: Path, group: str) -> Mapping[str, Tensor]:
