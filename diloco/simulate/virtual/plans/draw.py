@@ -137,7 +137,9 @@ def _as_it_is(dice: Random, plan: FaultPlan) -> FaultPlan:
 def _comes_late(dice: Random, plan: FaultPlan, size: Size) -> FaultPlan:
     """A plan whose situation comes when the run has gone on for a while, through faults that are over by then."""
     if plan.longest_exchange_s > min(MAX_EXCHANGE_S, plan.round_s):  # who is left alone then is never caught up with
-        return plan
+        needs_others = plan.without_majority == "wait" and plan.peers > 2  # else `_served_by_one` sees to the links
+        slow = SLOW_LINKS_MBIT[-1] in plan.bandwidth.split("+")
+        return _once_all_vote(plan) if needs_others and slow else plan
     names = [f"p{index}" for index in range(plan.peers)]
     round_s = plan.round_s + EXCHANGE_S
     before_s = max(BEFORE_SHARE * size.versions * round_s, MIN_BEFORE_S)
@@ -219,9 +221,13 @@ def _over_slow_links(dice: Random, plan: FaultPlan) -> FaultPlan:
     fastest = max(plan.speed(index) for index in range(plan.peers))
     round_s = max(plan.round_s, SLOW_ROUND_S * fastest)
     calm_s = plan.calm_s + 8 * SLOW_ROUND_S
-    plan = replace(plan, bandwidth="+".join(rates), codec="fp32", round_s=round_s, calm_s=calm_s)
-    # Until the first version closes the founder votes alone, and could go on so for good.
-    voting_s = round_s + plan.longest_exchange_s
+    return _once_all_vote(replace(plan, bandwidth="+".join(rates), codec="fp32", round_s=round_s, calm_s=calm_s))
+
+
+def _once_all_vote(plan: FaultPlan) -> FaultPlan:
+    """A plan whose faults come when a first version has closed over slow links. Until then the founder votes alone, and
+    could go on so for good."""
+    voting_s = plan.round_s + plan.longest_exchange_s
     return replace(plan, faults=tuple(replace(one, at_s=round(one.at_s + voting_s, 2)) for one in plan.faults))
 
 
