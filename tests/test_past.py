@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.accounts.left_off import booked
 from diloco.base.errors import StateError
 from diloco.peer.terms import forks_of
 from diloco.protocol.messages import Fork
@@ -126,6 +127,20 @@ def test_checkpoints_stay_where_a_run_that_waits_for_its_founding_gave_the_state
     assert checkpoint is not None
     assert checkpoint.version == 1
     run.end()
+
+
+def test_a_copy_of_the_version_that_is_here_brings_a_later_change_of_members(tmp_path: Path) -> None:
+    """What follows is made on that commit. An offer with an earlier one takes nothing back."""
+    run = PaperRun(tmp_path, "a", record=False)
+    made, a = run.round().commit, run.peers["a"]
+    changed = replace(
+        made, height=made.height + 1, previous=made.digest, fragment=-1, drafter="b", counted=(), mean_digest=""
+    )
+    for offered in (changed, made):
+        a.journal.adopted(*adopt_state(a.line, a.line.state, offered), ())
+        assert a.line.commit == changed
+    run.end()
+    assert changed.digest in booked(tmp_path / FOLDER).stood
 
 
 def test_lineages_in_a_checkpoint_are_read_and_those_of_earlier_releases_have_none(tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ class Adoption:
     """Fate of a line's progress and contribution if it adopts a copied outer state: fixed before, booked afterwards."""
 
     commit: Commit | None
-    """Commit of the state."""
+    """Commit of the state; of two of its version, between which members changed, the later one."""
     stays: bool
     """The state is of the version of the line: what was sent stays sent, and the next version may count it."""
     mine: Counted | None
@@ -347,17 +347,17 @@ def adoption(line: Line, commit: Commit | None, forks: Sequence[Fork]) -> Adopti
     `forks`: lineages that led to that of `commit`.
     """
     before = line.commit
-    both = commit is not None and before is not None
-    stays = both and (commit.lineage, commit.version) == (before.lineage, before.version)  # type: ignore[union-attr]
-    if stays or line.sent is None:
-        return Adoption(commit, stays, None, 0)
+    if commit and before and (commit.lineage, commit.version) == (before.lineage, before.version):
+        return Adoption(max(before, commit, key=lambda one: one.height), True, None, 0)
+    if line.sent is None:
+        return Adoption(commit, False, None, 0)
     sent, passed = line.sent.contribution, line.sent.passed
     mine = Counted(line.peer, sent.boot, sent.base_version, sent.weight, sent.tokens, sent.blocks)
     # A version that leads to the state may count it: its own, or one that we could not apply.
     counts = commit is not None and (
         mine in commit.counted or (passed is not None and leads_to(passed, commit, forks) and mine in passed.counted)
     )
-    return Adoption(commit, stays, mine if counts else None, sent.tokens)
+    return Adoption(commit, False, mine if counts else None, sent.tokens)
 
 
 def leads_to(passed: Commit, commit: Commit, forks: Sequence[Fork]) -> bool:
@@ -368,9 +368,9 @@ def leads_to(passed: Commit, commit: Commit, forks: Sequence[Fork]) -> bool:
 
 def book_adoption(line: Line, adoption: Adoption) -> None:
     """Set the line's commit and progress after it adopted a copied outer state. Rank 0."""
+    line.commit = adoption.commit
     if adoption.stays:
         return
-    line.commit = adoption.commit
     line.trained = UncommittedProgress(line.trained.tokens - adoption.given_up, 0)  # the lease is another one, too
     if adoption.given_up:
         line.remainder = len(line.layout.fragments) > 1
