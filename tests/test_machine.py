@@ -79,16 +79,17 @@ def naming(*voting: Member) -> Commit:
 def test_one_of_two_decides_only_when_the_other_is_dead_for_certain() -> None:
     electorate = Electorate()
     electorate.stand(naming(A, B))
-    assert (electorate.needed(), electorate.reachable(["a"])) == (2, 1)
+    assert (electorate.needed({}), electorate.reachable(["a"])) == (2, 1)
     electorate.died(B, 0)
-    assert (electorate.needed(), electorate.suffice({"a": 0})) == (1, True)
-    assert not electorate.suffice({"a": 1})  # a later process, which may have promised what the proof knows nothing of
+    assert (electorate.needed({}), electorate.suffice({"a": 0})) == (1, True)
+    # A later process may have promised what the proof knows nothing of.
+    assert (electorate.needed({"a": 1}), electorate.suffice({"a": 1})) == (2, False)
     electorate.stand(naming(A, C))
     assert not electorate.suffice({"a": 0})
     electorate.died(C, 1)
-    assert (electorate.needed(), electorate.suffice({"a": 0})) == (1, True)
+    assert (electorate.needed({}), electorate.suffice({"a": 0})) == (1, True)
     electorate.stand(naming(A))
-    assert electorate.needed() == 1
+    assert electorate.needed({}) == 1
     electorate.stand(None)
     assert electorate.names() == set()
 
@@ -97,16 +98,16 @@ def test_that_another_life_is_over_proves_nothing() -> None:
     electorate = Electorate()
     electorate.stand(naming(A, B))
     electorate.died(replace(B, incarnation=77), 9)
-    assert (electorate.needed(), electorate.suffice({"a": 0})) == (2, False)
+    assert (electorate.needed({}), electorate.suffice({"a": 0})) == (2, False)
 
 
 def test_that_an_earlier_process_is_over_proves_nothing() -> None:
     electorate, commit = Electorate(), naming(A, B)
     electorate.stand(replace(commit, voters=(Voter("a", 0, -1), Voter("b", 5, -1))))
     electorate.died(B, 4)
-    assert (electorate.needed(), electorate.suffice({"a": 0})) == (2, False)
+    assert (electorate.needed({}), electorate.suffice({"a": 0})) == (2, False)
     electorate.died(B, 5)
-    assert (electorate.needed(), electorate.suffice({"a": 0})) == (1, True)
+    assert (electorate.needed({}), electorate.suffice({"a": 0})) == (1, True)
 
 
 def test_what_was_said_of_a_member_is_not_said_of_its_next_life() -> None:
@@ -116,10 +117,10 @@ def test_what_was_said_of_a_member_is_not_said_of_its_next_life() -> None:
     electorate.evict("b", B.incarnation)
     assert electorate.voters() == {"a"}
     electorate.stand(naming(A, b_again))
-    assert (electorate.voters(), electorate.evicted, electorate.needed()) == ({"a", "b"}, set(), 2)
+    assert (electorate.voters(), electorate.evicted, electorate.needed({})) == ({"a", "b"}, set(), 2)
     electorate.evict("b", B.incarnation)  # heard once more, and late
     electorate.evict("c", C.incarnation)  # of a view that we do not know yet
-    assert (electorate.voters(), electorate.needed()) == ({"a", "b"}, 2)
+    assert (electorate.voters(), electorate.needed({})) == ({"a", "b"}, 2)
     electorate.stand(naming(A, b_again, D))
     electorate.stand(naming(A, b_again, C))
     assert electorate.voters() == {"a", "b"}
@@ -129,18 +130,19 @@ def test_an_eviction_takes_a_vote_and_lowers_nothing() -> None:
     """A majority stays one of all: when an operator evicted too many, the others decide nothing within this lineage."""
     electorate = Electorate()
     electorate.stand(naming(A, B, C))
-    assert not electorate.is_lost()
+    assert not electorate.is_lost({})
     electorate.evict("b", B.incarnation)
-    assert (electorate.voters(), electorate.needed(), electorate.is_lost()) == ({"a", "c"}, 2, False)
+    assert (electorate.voters(), electorate.needed({}), electorate.is_lost({})) == ({"a", "c"}, 2, False)
     assert electorate.missing(["a"]) == ["c"]
     assert electorate.suffice({"a": 0, "c": 0})
     assert not electorate.suffice({"a": 0, "b": 0})
     electorate.evict("c", C.incarnation)
-    assert (electorate.voters(), electorate.needed(), electorate.is_lost()) == ({"a"}, 2, True)
+    assert (electorate.voters(), electorate.needed({}), electorate.is_lost({})) == ({"a"}, 2, True)
     assert electorate.names() == {"a", "b", "c"}
     electorate.stand(naming(A, B))
     electorate.died(B, 0)
-    assert (electorate.needed(), electorate.is_lost()) == (1, False)  # that b is dead is proven, too
+    assert (electorate.needed({}), electorate.is_lost({})) == (1, False)  # that b is dead is proven, too
+    assert electorate.is_lost({"a": 1}), "no commit names this process of a"
 
 
 def test_witnesses_alone_are_no_majority() -> None:
@@ -150,11 +152,11 @@ def test_witnesses_alone_are_no_majority() -> None:
     assert electorate.suffice({"v": 0, "w": 0})
     assert (electorate.seats({"v", "w"}), electorate.seats({"a", "w"})) == (0, 1)
     electorate.evict("v", 9)
-    assert not electorate.is_lost()
+    assert not electorate.is_lost({})
     electorate.stand(naming(A, WITNESS))
     electorate.died(A, 0)
     electorate.evict("a", A.incarnation)
-    assert (electorate.needed(), electorate.seats(electorate.names()), electorate.is_lost()) == (1, 0, True)
+    assert (electorate.needed({}), electorate.seats(electorate.names()), electorate.is_lost({})) == (1, 0, True)
 
 
 def test_a_witness_never_coordinates() -> None:

@@ -149,7 +149,7 @@ def status_json(
         "send_bps": send_bps,
         "reason": machine.reason,
         "votes": electorate.reachable(alive),
-        "votes_needed": electorate.needed(),
+        "votes_needed": machine.votes_needed,
         "seats": electorate.seats(alive),
         "durable": durable,
         "votes_missing": electorate.missing(alive),

@@ -112,7 +112,7 @@ class Coordinator:
         enough, earlier = self._earlier(tally)
         if attempt > 0 and not enough:
             promises = len(tally.promises() & self.membership.electorate.voters())
-            self._post.note(f"attempt {attempt}: {promises} of {self.membership.electorate.needed()} promises")
+            self._post.note(f"attempt {attempt}: {promises} of {self.membership.votes_needed()} promises")
         elif earlier is not None:
             # It may have been decided already: with another value two commits could have a majority.
             self._post.note(f"attempt {attempt}: proposing again what was accepted before")

@@ -55,7 +55,7 @@ class Lineage:
     @property
     def may_fork(self) -> bool:
         """Whether this peer may found a lineage apart, or follow another member into one."""
-        return self.alone and (self._rules.continue_after_s is not None or self.membership.electorate.is_lost())
+        return self.alone and (self._rules.continue_after_s is not None or self.membership.is_lost())
 
     def may_follow(self, commit: Commit) -> bool:
         """Whether this peer may follow a founding out of its lineage: it may fork, or an operator told it, too, of the
@@ -119,7 +119,7 @@ class Lineage:
         if self._alone_since is None:
             self._alone_since = now
         self.contributor.give_up_late(no_majority)
-        after_s = 0.0 if membership.electorate.is_lost() else self._rules.continue_after_s
+        after_s = 0.0 if membership.is_lost() else self._rules.continue_after_s
         if after_s is None or now - self._alone_since < after_s:
             return
         # The first trainer that lives founds a lineage with the members that it can reach.

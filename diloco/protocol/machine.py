@@ -335,6 +335,11 @@ class Machine:
         """The latest process of this life that was heard; 0: none was."""
         return self._membership.boot_of(member)
 
+    @property
+    def votes_needed(self) -> int:
+        """Number of votes that decide the next commit."""
+        return self._membership.votes_needed()
+
     def alive(self) -> list[Member]:
         """Members of the view that the roster does not suspect."""
         return self._membership.alive()

@@ -70,6 +70,17 @@ class Membership:
         """The latest process of this life that was heard; 0: none was."""
         return self._post.boot if member == self.me else self.roster.boot_of(member)
 
+    def votes_needed(self) -> int:
+        """Number of votes that decide, of the processes of voters that were heard."""
+        return self.electorate.needed(self._boots())
+
+    def is_lost(self) -> bool:
+        """Whether an operator evicted so many that the others can decide nothing (`Electorate.is_lost`)."""
+        return self.electorate.is_lost(self._boots())
+
+    def _boots(self) -> dict[str, int]:
+        return {voter.peer: boot for voter in self._voting() if (boot := self.boot_of(voter))}
+
     def is_dead(self, voter: Member) -> bool:
         """Whether the latest process of this voter that was heard is over for certain."""
         known = self.boot_of(voter)
@@ -168,7 +179,7 @@ class Membership:
         alive = {member.peer: self.boot_of(member) for member in self.alive()}
         if self.electorate.suffice(alive):
             return "" if self.electorate.seats(alive) else "no voter that trains can be reached, to coordinate"
-        reachable, needed = self.electorate.reachable(alive), self.electorate.needed()
+        reachable, needed = self.electorate.reachable(alive), self.votes_needed()
         return f"{reachable} of {len(self.electorate.voters())} voters can be reached, a commit takes {needed}"
 
     def settled(self) -> bool:

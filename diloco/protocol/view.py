@@ -174,17 +174,19 @@ class Electorate:
         evicted = self.evicted
         return self._voters.suffice({peer: boot for peer, boot in votes.items() if peer not in evicted}, self.dead)
 
-    def needed(self) -> int:
-        """Number of votes that decide: half of an even number where the others are dead for certain."""
+    def needed(self, boots: Mapping[str, int]) -> int:
+        """Number of votes that decide: half of an even number where the others are dead for certain, and each of these
+        is the process that the commit names. `boots`: the latest process of each voter that was heard."""
         voters = self._voters.boots
         gone = {peer for peer, boot in self.dead if peer in voters and boot >= voters[peer]}
-        half = len(voters) % 2 == 0 and 0 < len(voters) <= 2 * len(gone)
+        named = all(boots.get(peer, boot) == boot for peer, boot in voters.items() if peer not in gone)
+        half = len(voters) % 2 == 0 and 0 < len(voters) <= 2 * len(gone) and named
         return len(voters) // 2 if half else len(voters) // 2 + 1
 
-    def is_lost(self) -> bool:
+    def is_lost(self, boots: Mapping[str, int]) -> bool:
         """Whether an operator evicted so many that the others can decide nothing, or none of them trains: they found a
-        lineage of their own."""
-        return bool(self.evicted) and (len(self.voters()) < self.needed() or not self.seats(self.names()))
+        lineage of their own. `boots` as in `needed`."""
+        return bool(self.evicted) and (len(self.voters()) < self.needed(boots) or not self.seats(self.names()))
 
     def reachable(self, alive: Collection[str]) -> int:
         """Number of votes of live voters."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from diloco.base.types import Commit, Member
+from diloco.base.types import Commit, Member, Voter
 from diloco.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -79,7 +79,13 @@ class SimulatedPromise:
         living = {member.peer for member in voting if self.world.lives(member)}
         gone = {member.peer for member in voting if self._is_gone(member, living)}
         evicted = {member.peer for member in voting if self._is_passed_over(member, voting, living)}
-        return living - gone - evicted, quorum(len(voting), len(gone))
+        named = all(self._is_named(voter) for voter in commit.voters if voter.peer in living)
+        return living - gone - evicted, quorum(len(voting), len(gone) if named else 0)
+
+    def _is_named(self, voter: Voter) -> bool:
+        """Whether a commit names the very process in which this voter lives: only that is part of a half."""
+        host = self.world.hosts[voter.peer]
+        return host.up and host.machine.boot == voter.boot
 
     def _is_passed_over(self, member: Member, voting: Sequence[Member], living: set[str]) -> bool:
         """Whether all other live voters that coordinate heard that this life is dead: it came back, and they count no
