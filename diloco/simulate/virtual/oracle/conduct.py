@@ -476,7 +476,7 @@ class SimulatedConduct:
             pass  # its disk is to say first that it took the promise
         elif machine.height < machine._acceptor._from_height <= self._stood[host.name, machine.me.incarnation]:
             pass  # it stood on a later head before a restart, and its disk tells no more what it promised here
-        elif contributor.offer is not None and contributor.reduction is None and machine.commit is not None:
+        elif contributor.offer is not None and contributor.reduction is None and machine.commit and machine.in_view:
             owed = [(m.Ready, self._seat(machine.commit, attempt).peer)]
         what = life.stands, attempt, owed[0][0] if owed else None
         if life.owes[0] != what:
