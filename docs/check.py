@@ -11,7 +11,7 @@ A block is marked behind its language, ```bash run. The blocks of a page run in 
     run empty       in a folder of its own, without `configs/` and `peers/` beside it
     run background  start it, wait for the address to join, go on; it must end with 0 when the page is over
 
-`10.0.0.5:4000/5f2c9a7e11aa` in a block stands for the address of the last background command. Pages also have links
+`10.0.0.5:4000/DIGEST` in a block stands for the address of the last background command. Pages also have links
 and paths of files, which must exist.
 """
 
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"`((?:diloco|scripts|configs|peers|examples|tests|docs|proto)/[\w./*-]+)`")
-ADDRESS = "10.0.0.5:4000/5f2c9a7e11aa"
+ADDRESS = "10.0.0.5:4000/DIGEST"
 FOUNDED = re.compile(r"--join (\S+)")
 BESIDE = ("configs", "peers", "examples")
 """Folders of the project that the commands of a page find in their own folder."""

@@ -108,7 +108,7 @@ def test_wrong_address() -> None:
     asked = [
         (f"nobody answers at {address}", "peer", "--join", address),
         (f"nobody answers at {address}", "status", address),
-        ("nobody answers at [::1]:1", "peer", "--join", f"{address},[::1]:1/5f2c9a7e11aa"),
+        ("nobody answers at [::1]:1", "peer", "--join", f"{address},[::1]:1/{64 * 'a'}"),
     ]
     with ThreadPoolExecutor() as pool:  # a joiner knocks for ten seconds
         list(pool.map(lambda one: fails(11, *one), asked))

@@ -74,7 +74,7 @@ def of_run(contract: Contract, name: str) -> Contract:
 
 
 def ticket(member: Member, contract: Contract) -> str:
-    return f"{member.address}/{contract.digest[:12]}"
+    return f"{member.address}/{contract.digest}"
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_founder_joins_those_it_founded_the_run_with(founder: PeerOptions, con
     kept(founder.directory, contract, ME, BOB)
     again = come_back(founder, Site(), contract)
     assert (again.contract, again.resume) == (None, founder.directory)
-    assert again.join == f"127.0.0.1:2/{contract.digest[:12]}"
+    assert again.join == f"127.0.0.1:2/{contract.digest}"
 
 
 def test_a_founder_that_was_alone_founds_anew_from_its_checkpoint(founder: PeerOptions, contract: Contract) -> None:
@@ -107,7 +107,7 @@ def test_a_joiner_asks_first_where_it_asked_before(tmp_path: Path, contract: Con
     kept(tmp_path / "me", contract, BOB, ME)
     joiner = PeerOptions(None, "127.0.0.1:9", None, None, directory=tmp_path / "me")
     again = come_back(joiner, Site(), None)
-    assert again.join == f"127.0.0.1:9,127.0.0.1:2/{contract.digest[:12]}"
+    assert again.join == f"127.0.0.1:9,127.0.0.1:2/{contract.digest}"
 
 
 def test_under_gossip_a_founder_joins_those_it_knew(founder: PeerOptions, contract: Contract) -> None:
@@ -208,7 +208,7 @@ def test_a_founder_comes_back_in_the_folder_of_its_run(two_runs: tuple[Contract,
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_joiner_comes_back_in_the_folder_of_its_tickets_run(two_runs: tuple[Contract, Contract], which: int) -> None:
     run, site = two_runs[which], Site.model_validate({"peer": {"name": "me"}})
-    door = f"127.0.0.1:9/{run.digest[:12]}"
+    door = f"127.0.0.1:9/{run.digest}"
     again = come_back(PeerOptions(None, door, None, None), site, None)
     assert again.resume == Path("runs", run.run.name, "me")
     assert again.join == f"{door},{ticket((BOB, EVE)[which], run)}"
@@ -216,7 +216,7 @@ def test_a_joiner_comes_back_in_the_folder_of_its_tickets_run(two_runs: tuple[Co
 
 def test_a_joiner_whose_ticket_is_of_another_run_begins_as_before(two_runs: tuple[Contract, Contract]) -> None:
     site = Site.model_validate({"peer": {"name": "me"}})
-    options = PeerOptions(None, "127.0.0.1:9/0123456789ab", None, None)
+    options = PeerOptions(None, "127.0.0.1:9/" + 64 * "0", None, None)
     assert come_back(options, site, None) == options
 
 
@@ -444,9 +444,9 @@ def test_an_island_that_founded_a_run_does_not_fork_it(tmp_path: Path) -> None:
     ("tickets", "listen"),
     [
         (None, "127.0.0.1:0"),
-        ("127.0.0.1:4000/0123", "127.0.0.1:0"),
+        ("127.0.0.1:4000/" + 64 * "0", "127.0.0.1:0"),
         ("localhost:4000,[::1]:4000", "127.0.0.1:0"),
-        ("10.0.0.5:4000/0123", "0.0.0.0:0"),
+        ("10.0.0.5:4000/" + 64 * "0", "0.0.0.0:0"),
         ("127.0.0.1:4000,node3.example.org:4000", "0.0.0.0:0"),
         ("[fd00::5]:4000", "[::]:0"),
     ],

@@ -24,7 +24,7 @@ from tests.peers import DEADLINE_S
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "peers" / "launch"
 SITES = sorted((ROOT / "peers").glob("*.toml"))
-JOIN = ["--join", "10.0.0.5:4000/5f2c9a7e11aa"]
+JOIN = ["--join", "10.0.0.5:4000/" + 64 * "a"]
 SECRET = {"DILOCO_SECRET": "secret"}
 
 # Stand-ins: torchrun writes what it was asked as one line; srun does what it is asked on "two nodes".

@@ -256,7 +256,7 @@ def test_what_a_member_answers_is_a_table() -> None:
     assert status_text(status).splitlines() == [
         "demo: version 12, 450,560 of 1,000,000 tokens (45%), says oslo",
         "state 3fa2b1c9d0e1f2a3  contract c0ffee00c0ffee00",
-        "join with: diloco peer --join 127.0.0.1:4000/c0ffee00c0ff",
+        "join with: diloco peer --join 127.0.0.1:4000/c0ffee00c0ffee00c0",
         "waiting for 2",
         "",
         "peer                     version   counted since    loss   tok/s      sent     heard          address",

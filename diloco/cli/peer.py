@@ -21,9 +21,7 @@ commands = Typer()
 operator_commands = Typer()
 
 
-@commands.command(
-    epilog="Found a run:  diloco peer demo   |   join it:  diloco peer --join 127.0.0.1:4000/5f2c9a7e11aa"
-)
+@commands.command(epilog="Found a run:  diloco peer demo   |   join it:  diloco peer --join 127.0.0.1:4000/DIGEST")
 def peer(
     contract: Annotated[Path | None, Argument(help="Found a run with this contract, a file or a shipped name.")] = None,
     join: Annotated[str | None, Option(help=JOIN_HELP)] = None,
@@ -73,7 +71,7 @@ def peer(
             say(f"state {ending.state_digest[:16]}  chain {ending.chain_digest[:16] or 'none'}")
 
 
-@commands.command(epilog="Example:  diloco witness --join 10.0.0.5:4000/5f2c9a7e11aa --name arbiter")
+@commands.command(epilog="Example:  diloco witness --join 10.0.0.5:4000/DIGEST --name arbiter")
 def witness(
     join: Annotated[str, Option(help=JOIN_HELP)],
     site: SitePath = None,

@@ -155,7 +155,7 @@ class GossipPeer:
             check_alike(welcome, self.line.layout.digest, self.exchange.terms.data)
         served = self.endpoint.runtime.serve(self.exchange, self.site.network.listen)
         self.address = self.site.network.advertise or reachable(served, welcome.members[0].address if welcome else None)
-        self.ticket = f"{self.address}/{self.contract.digest[:12]}"
+        self.ticket = f"{self.address}/{self.contract.digest}"
         self.endpoint.open_directory(self.contract.run.name, lambda text: self.events.emit(Warned(text)))
         self.exchange.start(self.address, self.endpoint.directory.addresses)
         if welcome is not None and checkpoint is None:

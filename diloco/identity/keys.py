@@ -1,22 +1,29 @@
 """The private key that all peers of a run share, and its certificate: mutual TLS for every connection.
 
 The key is made from the secret that the run's operators share (`DILOCO_SECRET`). Without the secret nobody can connect
-or pose as a member. A run without a secret has a key that everybody can make. It keeps nobody out, but who only listens
-reads nothing (TLS 1.3 keys are ephemeral), and bytes that are damaged on the way are found below gRPC, whose HTTP/2
-reader has no checksum and aborts on some of them.
+or pose as a member. Everybody who connects gets the certificate, and can test guesses of the secret against it. So weak
+secrets are refused, and for one that is not random digits each guess takes half a second and 128 MB.
+
+A run without a secret has a key that everybody can make. It keeps nobody out, but who only listens reads nothing (TLS
+1.3 keys are ephemeral), and bytes that are damaged on the way are found below gRPC, whose HTTP/2 reader has no checksum
+and aborts on some of them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
+from itertools import pairwise
 from typing import Final
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from diloco.base.errors import UsageError
 
@@ -24,8 +31,14 @@ VARIABLE: Final = "DILOCO_SECRET"
 SERVER_NAME: Final = "peer.diloco"
 """Subject of the certificate, in place of a host name: peers have many addresses, and these change."""
 MIN_SECRET_CHARS: Final = 16
+MIN_NEW_CHARS: Final = 12
+"""Characters of a secret that do not follow from those before them, at least."""
+MIN_DIFFERENT_CHARS: Final = 6
 
 _P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+_RANDOM: Final = re.compile(r"(?=.*[0-9])(?=.*[a-f])[0-9a-f]{32,}", re.IGNORECASE)
+"""A secret as `openssl rand -hex` prints it, of 128 bits or more: nobody guesses it, however cheap a guess is."""
+_KEYBOARD: Final = ("1234567890", "qwertyuiop", "asdfghjkl", "zxcvbnm")
 
 
 @dataclass(frozen=True)
@@ -36,13 +49,14 @@ class Keys:
     certificate: bytes
 
 
+@cache
 def keys_of(secret: str) -> Keys:
     """Private key and certificate made from the run's secret, the same bytes on every machine.
 
-    HKDF-SHA256 makes a P-256 key of the secret; the signature is deterministic.
+    HKDF-SHA256 makes a P-256 key of the secret, after scrypt where it is not random; the signature is deterministic.
     """
     derive = HKDF(hashes.SHA256(), length=48, salt=None, info=b"diloco peer key 1")
-    number = int.from_bytes(derive.derive(secret.encode() or b"public")) % (_P256_ORDER - 1) + 1
+    number = int.from_bytes(derive.derive(_stretched(secret) or b"public")) % (_P256_ORDER - 1) + 1
     key = ec.derive_private_key(number, ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, SERVER_NAME)])
     certificate = (
@@ -64,9 +78,46 @@ def keys_of(secret: str) -> Keys:
 
 
 def secret_from_environment() -> str:
-    """The run's secret in `DILOCO_SECRET`, empty where none is set. Raises UsageError when it is too short."""
+    """The run's secret in `DILOCO_SECRET`, empty where none is set. Raises UsageError when it is easily guessed."""
     secret = os.environ.get(VARIABLE, "").strip()
-    if secret and len(secret) < MIN_SECRET_CHARS:
-        cause = f"{VARIABLE} has {len(secret)} characters, at least {MIN_SECRET_CHARS} keep guesses out"
-        raise UsageError(cause, f"export {VARIABLE}=$(openssl rand -hex 32), the same for every peer of the run")
+    if secret and (why := weakness(secret)):
+        fix = f"export {VARIABLE}=$(openssl rand -hex 32) once, and the same for every peer of the run"
+        raise UsageError(f"{VARIABLE} {why}", fix)
     return secret
+
+
+def weakness(secret: str) -> str:
+    """Why a secret is easily guessed; empty where nothing is seen. It does not know the words of any language."""
+    if len(secret) < MIN_SECRET_CHARS:
+        return f"has {len(secret)} characters, at least {MIN_SECRET_CHARS} keep guesses out"
+    if (different := len(set(secret.lower()))) < MIN_DIFFERENT_CHARS:
+        return f"has {different} different characters, at least {MIN_DIFFERENT_CHARS} keep guesses out"
+    new = min(step * _new_chars(secret.lower()[::step]) for step in (1, 2))  # 2: "0a1b2c", "001122"
+    if new < MIN_NEW_CHARS:
+        return f"repeats itself or counts: {new} of its characters are new, at least {MIN_NEW_CHARS} keep guesses out"
+    return ""
+
+
+def _new_chars(text: str) -> int:
+    """Characters that neither repeat three or more of the text, nor go on as the two before them on a keyboard do."""
+    rows = "".join(f" {row} {row[::-1]} " for row in _KEYBOARD)
+    new = at = 0
+    while at < len(text):
+        length = 3
+        while at + length <= len(text) and text[at : at + length] in text[: at + length - 1]:
+            length += 1
+        if length > 3:
+            at += length - 1
+            continue
+        last = text[max(at - 2, 0) : at + 1]
+        steps = {ord(after) - ord(before) for before, after in pairwise(last)}
+        follows = len(last) == 3 and (steps in ({0}, {1}, {-1}) or last in rows)
+        new, at = new + (not follows), at + 1
+    return new
+
+
+def _stretched(secret: str) -> bytes:
+    """Bytes of a secret for its key: those of a passphrase by scrypt, so that a guess takes half a second."""
+    if not secret or _RANDOM.fullmatch(secret):
+        return secret.encode()
+    return Scrypt(salt=b"diloco peer key 1", length=32, n=2**17, r=8, p=1).derive(secret.encode())

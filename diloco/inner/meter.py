@@ -71,8 +71,10 @@ class Phases:
 def memory_of(device: torch.device) -> list[int]:
     """Memory of a rank that runs inner steps, peak and current, on host and device: fields of `RankMemory`."""
     # Of this program only: getrusage may return the peak of the process that started it.
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:  # not Linux; or this process has as many files open as it may
+        lines = []
     found = next((line for line in lines if line.startswith("VmHWM:")), None)
     if found is not None:
         peak = int(found.split()[1]) * 1024

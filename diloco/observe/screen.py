@@ -309,7 +309,7 @@ def status_text(status: Mapping[str, Any]) -> str:
         f"state {readable_text(status['state_digest'][:16]) or NOTHING}  "
         f"contract {readable_text(status['contract_digest'][:16])}",
         f"join with: diloco peer --join {readable_text(answering['address'], 80)}/"
-        f"{readable_text(status['contract_digest'][:12])}",
+        f"{readable_text(status['contract_digest'])}",
     ]
     if status["reason"]:
         lines.append(readable_text(status["reason"], 200))

@@ -165,7 +165,7 @@ class Peer:
     @property
     def ticket(self) -> str:
         """The ticket that others give to `diloco peer --join`, to meet this peer."""
-        return f"{self.address}/{self.contract.digest[:12]}"
+        return f"{self.address}/{self.contract.digest}"
 
     @property
     def done(self) -> bool:

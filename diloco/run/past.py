@@ -32,7 +32,7 @@ class PastRun:
     @property
     def tickets(self) -> list[str]:
         """Addresses of the other members of the run to resume, with the contract they should train."""
-        return [f"{address}/{self.contract_digest[:12]}" for address in self.others]
+        return [f"{address}/{self.contract_digest}" for address in self.others]
 
     def checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint of the run to resume, and of the history in its ledger: a folder may hold those of

@@ -77,7 +77,7 @@ def witnessed(
     exchange.start(address, endpoint.directory.addresses)
     exchange.meet(welcome.members)
     exchange.report(Progress(phase=Phase.JOINING))
-    events.emit(Listening(address, f"{address}/{contract.digest[:12]}"))
+    events.emit(Listening(address, f"{address}/{contract.digest}"))
     presence = endpoint.appear(exchange)
     try:
         ending = yield from _vote(exchange, RunEnd.of(contract, terms.rules.policy.max_peers), events, site, stop)

@@ -8,7 +8,7 @@ import re
 from diloco.base.errors import UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
-_DIGEST = re.compile(r"[0-9a-f]{1,64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _FIX = "write host:port, for instance 10.0.0.5:7700, node3.example.org:7700 or [fd00::5]:7700"
 
 
@@ -32,12 +32,13 @@ def split_address(text: str) -> tuple[str, int]:
 
 
 def split_ticket(text: str) -> tuple[str, str]:
-    """Network address of a join ticket, and the contract digest's beginning, which may be empty. Raises UsageError."""
+    """Network address of a join ticket, and the contract's digest, which may be empty. Raises UsageError."""
     address, slash, expected = text.strip().partition("/")
     split_address(address)
     if slash and not _DIGEST.fullmatch(expected):
-        cause = f"{expected[:80]!r} after {address}/ does not begin a contract's digest"
-        raise UsageError(cause, "copy the whole join line (`diloco status` prints it), or leave /DIGEST out")
+        cause = f"{expected[:80]!r} after {address}/ is no contract's digest, which has 64 hexadecimal digits"
+        fix = "copy the whole join line (`diloco status` prints it; older releases had 12 digits), or leave /DIGEST out"
+        raise UsageError(cause, fix)
     return address, expected
 
 

@@ -29,6 +29,7 @@ from diloco.transport.grpc_link import GrpcLink
 from diloco.transport.grpc_server import Server, keep_freed_memory, serve
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
 from diloco.transport.loop_probe import folder_from_environment, probe
+from diloco.transport.process import raise_file_limit
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,7 +37,8 @@ T = TypeVar("T")
 JOIN_PATIENCE_S = 10.0
 """Seconds for which a joiner tries the addresses of members before it reports that no peer listens there."""
 STARTING_S = 120.0
-"""The same where a member answers that it is starting: its directory, and the ranks of its island, take their time."""
+"""The same where a member answers that it is starting: its directory, and the ranks of its island, take their time.
+Or it has no room for connections: those that say nothing go within seconds, and with luck the next one is ours."""
 
 
 class StartingError(UnreachableError):
@@ -60,6 +62,7 @@ class Runtime:
         self._thread = threading.Thread(target=self._live, name="exchange", daemon=True)
         self._thread.start()
         self._rpc_s = rpc_s
+        self._streams = streams
         self._server: Server | None = None
         self.link = GrpcLink(rpc_s, self._keys, send_bps, streams)
 
@@ -109,7 +112,7 @@ class Runtime:
 
         Raises ResourceError.
         """
-        self._server = self.run(serve(service, listen, self._keys), 10.0)
+        self._server = self.run(serve(service, listen, self._keys, rpc_s=self._rpc_s, streams=self._streams), 10.0)
         return self._server.address
 
     def close(self) -> None:
@@ -137,6 +140,7 @@ class Endpoint:
             fix = f"export {VARIABLE} (16 characters or more, the same for every peer), or say --insecure"
             raise UsageError(cause, fix)
         self.site = site
+        raise_file_limit()  # the directory's process inherits it
         self.directory = Directory()
         self.runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / lanes, site.network.streams)
         self.welcome: Welcome | None = None
@@ -161,8 +165,8 @@ class Endpoint:
                 try:
                     welcome = self.runtime.hello(address)
                     contract = contract_from_json(welcome.contract)
-                    if not contract.digest.startswith(digest):
-                        cause = f"{address} trains contract {contract.digest[:12]}, the address given names {digest}"
+                    if digest not in ("", contract.digest):
+                        cause = f"{address} trains contract {contract.digest}, the address given names {digest}"
                         raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
                     self.welcome = welcome
                     return contract
@@ -241,6 +245,9 @@ def unanswered(address: str, error: Exception) -> UnreachableError | TicketError
     if VARIABLE in why:
         advice = f"export the {VARIABLE} with which the run was founded"
         return TicketError(f"{address} does not let us in: {why}", advice)
+    if why.startswith(("Handshake read failed", "Handshake write failed")):  # it took the connection, and closed it
+        cause = f"{address} closes new connections: as many are open there as it allows"
+        return StartingError(cause, "try again, or through another member; keep strangers from its port by a firewall")
     return UnreachableError(
         f"nobody answers at {address} ({why})", "check host and port; any live member of the run will do"
     )

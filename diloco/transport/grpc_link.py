@@ -490,7 +490,7 @@ def _as_link_error(address: str, error: grpc.aio.AioRpcError) -> LinkDown | Link
         # INTERNAL and UNKNOWN: it broke during a write, or does not speak HTTP/2; or TLS found damaged bytes.
         case StatusCode.UNAVAILABLE | StatusCode.CANCELLED | StatusCode.INTERNAL | StatusCode.UNKNOWN:
             return LinkDown(detail)
-        case StatusCode.DEADLINE_EXCEEDED:
+        case code if code is StatusCode.DEADLINE_EXCEEDED or "Concurrent RPC" in details:  # more than `serve` takes
             return LinkSlow(detail)
         case StatusCode.FAILED_PRECONDITION:
             metadata: Any = error.trailing_metadata() or ()

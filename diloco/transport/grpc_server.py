@@ -24,7 +24,7 @@ from diloco.protocol.messages import Reply
 from diloco.protocol.streams import Part, StreamHeader
 from diloco.transport.address import join_address, split_address
 from diloco.transport.link import LinkRefused, LinkSlow, Service
-from diloco.transport.process import this_process
+from diloco.transport.process import raise_file_limit, this_process
 from diloco.wire import convert
 from diloco.wire.chunks import Damaged, MessageSize, PartAssembler, cut
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
@@ -39,6 +39,18 @@ REPORT_S: Final = 0.02
 FETCH_MESSAGE_BYTES: Final = 1 << 16
 """Payload of a message of an answer, of which the caller does not report how fast it takes them. At 0.2 Mb/s one takes
 2.6 s, and whole it must be there within `stall_s`."""
+
+MAX_MEMBERS: Final = 256
+"""Members whose connections a server has room for; the directory lists as many."""
+MIN_CONNECTIONS: Final = 1024
+"""Incoming connections for which there is room at least, where files allow it: other sites may have more streams than
+ours. One that says nothing takes 60 kB."""
+OWN_FILES: Final = 256
+"""Files that a peer may open beside its connections to other peers: data, checkpoints, ranks, libraries."""
+CALLS: Final = 4
+"""Calls under way for each connection that may be open, over all: heartbeats of a busy peer wait for each other."""
+CONNECTION_IDLE_S: Final = 120.0
+"""A connection without a call for so long is closed. A peer closes its own after half of that."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
@@ -76,6 +88,13 @@ def keep_freed_memory() -> None:
     bytearray(b"\1") * (16 << 20)
 
 
+def max_connections(streams: int) -> int:
+    """Incoming connections that a peer with `network.streams` lets be open, within the files that it may open."""
+    files = raise_file_limit()
+    room = max((files - OWN_FILES) // 2, files // 4)  # about as many go out as come in
+    return min(room, max(MIN_CONNECTIONS, MAX_MEMBERS * (1 + streams)))
+
+
 class Server:
     """A gRPC server that listens for other peers."""
 
@@ -89,21 +108,31 @@ class Server:
         await self._server.stop(grace_s)
 
 
-async def serve(service: Service, listen: str, keys: Keys, idle_s: float = 60.0) -> Server:
+async def serve(
+    service: Service, listen: str, keys: Keys, idle_s: float = 60.0, *, rpc_s: float = 5.0, streams: int = 1
+) -> Server:
     """Start a gRPC server at `listen` (`host:port`; port 0 takes a free one) for peers that show the same `keys`.
 
     A stream whose other end neither sends nor takes anything for `idle_s` is ended: longer than any honest pause, as
     that of a peer that waits for contributions before it has a mean to send.
 
+    Whoever reaches the port can connect, without any key. Connections beyond `max_connections` are closed at once. One
+    that is not through with its handshake after 2 `rpc_s`, when a peer of such a site gives up, makes room for others.
+
     Raises ResourceError when the port is taken, UsageError when `listen` is no address.
     """
     host, port = split_address(listen)
+    connections = max_connections(streams)
     server = grpc.aio.server(
+        maximum_concurrent_rpcs=CALLS * connections,
         options=[
+            ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.server_handshake_timeout_ms", int(2000 * rpc_s)),  # from TCP's to the settings of HTTP/2
+            ("grpc.max_connection_idle_ms", int(1000 * CONNECTION_IDLE_S)),
             ("grpc.so_reuseport", 0),  # or a second peer on the same port would silently get half of the calls
             ("grpc.http2.min_ping_interval_without_data_ms", 1000),
             ("grpc.http2.max_ping_strikes", 0),  # the pings of GrpcLink are no abuse
-        ]
+        ],
     )
     add_PeerServicer_to_server(_Handlers(service, idle_s), server)
     try:

@@ -1,17 +1,30 @@
-"""Processes of this machine: this one, named so that others can recognise it, and whether another one still lives.
+"""Processes of this machine: this one, named so that others can recognise it, and whether another one still lives;
+and the files that this one may open.
 
-Linux only. Elsewhere no process has a name, and no death has a proof.
+Names are of Linux only. Elsewhere no process has one, and no death has a proof.
 """
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 from diloco.protocol.streams import ProcessId
 
 _STATE, _THREADS, _STARTED = 0, 17, 19
 """Fields of /proc/PID/stat after the command's name, which are its 3rd, 20th and 22nd: see proc(5)."""
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of this process's open files, sockets included, to the hard one. Returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS reports no hard limit, and has one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return soft if soft != resource.RLIM_INFINITY else sys.maxsize
 
 
 def this_process() -> ProcessId | None:

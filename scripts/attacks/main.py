@@ -5,7 +5,7 @@
     scripts/attack --only idle-connections        or several, with commas
     scripts/attack --short --json rows.json       those that the tests make
 
-Each attack has a run of its own on loopback: `diloco peer` processes with a soft limit of 1,024 open files. An outsider
+Each attack has a run of its own on loopback: `diloco peer` processes with at most 1,024 open files. An outsider
 knows only the address; a member knows the secret, and lies; an operator is careless. Columns: whether it was held (no
 peer ended, versions went on, nothing false was taken), versions in 10 s before and during it, by how many MB the
 largest peer grew, the training loss after it, and what was said. The exit code is 1 where one was not held.

@@ -1,24 +1,230 @@
-"""Attacks by an outsider, who knows a peer's address and nothing else."""
+"""Attacks by an outsider, who knows a peer's address and nothing else; and what keeps it out: secrets, tickets."""
 
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator
+from functools import partial
+from pathlib import Path
 
-from scripts.attacks.victims import CALM_S, Attack, Victims
+from diloco.base.errors import UsageError
+from diloco.identity.keys import SERVER_NAME, Keys, keys_of, weakness
+from diloco.transport.address import split_ticket
+from scripts.attacks.victims import CALM_S, Attack, NotHeld, Victims
 
-IDLE = 1_100
+IDLE, MANY = 1_100, 5_000
+"""Connections of the short form, and of the long one."""
+PACE = ("device.step_s=0.05",)
+"""Inner steps take as long: else versions of a model this small show how busy the attacker keeps this machine."""
+MAX_GUESSES_PER_S = 20
+WEAK = (
+    "aaaaaaaaaaaaaaaa",
+    "0123456789abcdef",
+    "passwordpassword",
+    "qwertyuiop123456",
+    "00112233445566778899aabbccddeeff",
+)
+TICK_S = 0.02
+ROUND_S = 1.0
+"""Seconds between two bytes of a connection, and in which all are opened."""
+AGAIN_S = 10.0
+"""Seconds in which all that were closed are opened again."""
+
+Talk = Generator[bytes, bytes, None]
+"""Speech of one connection: gets what was received (empty: nothing new), yields what to send next."""
 
 
-def idle_connections(victims: Victims) -> str:
-    """More TCP connections than a peer may have files, that say nothing."""
-    host, port = victims.address("p0").rsplit(":", 1)
-    with ExitStack() as stack:
-        for _ in range(IDLE):
-            stack.enter_context(socket.create_connection((host, int(port)), timeout=5.0))
-        assert victims.row is not None
+class Crowd:
+    """Very many connections to one peer, each with the same talk, opened again whenever the peer closes them."""
+
+    def __init__(self, address: str, number: int, talk: Callable[[], Talk]) -> None:
+        host, port = address.rsplit(":", 1)
+        self._address, self._number, self._talk = (host, int(port)), number, talk
+        self._talks: dict[socket.socket, Talk] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._live, daemon=True)
+        self.opened = 0
+        """Connections that were opened, those opened again included."""
+
+    def __enter__(self) -> Crowd:
+        self._thread.start()
+        end_s = time.monotonic() + 60.0
+        while self.opened < self._number and time.monotonic() < end_s:
+            time.sleep(TICK_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        for connection in self._talks:
+            connection.close()
+
+    def _live(self) -> None:
+        share = int(self._number * TICK_S / ROUND_S)  # of all connections, at each tick
+        while not self._stop.wait(TICK_S):
+            anew = share if self.opened < self._number else int(share * ROUND_S / AGAIN_S)
+            for _ in range(min(anew, self._number - len(self._talks))):
+                self._open()
+            for connection in list(self._talks)[:share]:
+                talk = self._talks.pop(connection)  # and to the end of the line
+                if self._goes_on(connection, talk):
+                    self._talks[connection] = talk
+                else:
+                    connection.close()
+
+    def _open(self) -> None:
+        connection = socket.socket()
+        connection.setblocking(False)
+        connection.connect_ex(self._address)
+        self._talks[connection] = talk = self._talk()
+        next(talk)
+        self.opened += 1
+
+    def _goes_on(self, connection: socket.socket, talk: Talk) -> bool:
+        try:
+            heard = connection.recv(1 << 16)
+            if not heard:
+                return False
+        except BlockingIOError:
+            heard = b""
+        except OSError:
+            return False
+        try:
+            connection.send(talk.send(heard))
+        except BlockingIOError:
+            pass
+        except (OSError, ssl.SSLError, StopIteration):
+            return False
+        return True
+
+
+def silence() -> Talk:
+    """Nothing is said."""
+    while True:
+        yield b""
+
+
+def hello_by_bytes(context: ssl.SSLContext) -> Talk:
+    """A client hello of TLS, byte by byte."""
+    outgoing = ssl.MemoryBIO()
+    tls = context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=SERVER_NAME)
+    try:
+        tls.do_handshake()
+    except ssl.SSLWantReadError:
+        yield b""
+    for byte in outgoing.read():
+        yield bytes([byte])
+    yield from silence()
+
+
+def frames_by_bytes(context: ssl.SSLContext, ready: bytes) -> Talk:
+    """HTTP/2 over TLS with the public key: `ready`, and then a header block that never ends, byte by byte."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing, server_hostname=SERVER_NAME)
+    heard = yield b""
+    while True:
+        incoming.write(heard)
+        try:
+            tls.do_handshake()
+            break
+        except ssl.SSLWantReadError:
+            heard = yield outgoing.read()
+    tls.write(ready)
+    header = (1 << 14).to_bytes(3) + bytes([1, 4, 0, 0, 0, 1])  # a HEADERS frame of 16 KiB, of stream 1
+    for byte in header + bytes([0, 1, 97, 127]) + b"x" * (1 << 14):
+        yield outgoing.read()
+        tls.write(bytes([byte]))
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+def public_tls(keys: Keys) -> ssl.SSLContext:
+    """TLS of a client that shows these keys."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(keys.private_key + keys.certificate)
+        context.load_cert_chain(file.name)
+    context.load_verify_locations(cadata=keys.certificate.decode())
+    return context
+
+
+def _held(victims: Victims, number: int, talk: Callable[[], Talk]) -> str:
+    """Versions go on during an attack by so many connections, each opened again when it is closed."""
+    assert victims.row is not None
+    with Crowd(victims.address("p0"), number, talk) as crowd:
         victims.row.versions_during = victims.versions_in(CALM_S)
-    return ""
+    return f"{crowd.opened:,} connections"
 
 
-ATTACKS = (Attack("idle-connections", "outsider", idle_connections, peers=2),)
+def idle_connections(victims: Victims, number: int = IDLE) -> str:
+    """TCP connections that say nothing: more than a peer may have files."""
+    return _held(victims, number, silence)
+
+
+def slow_tls(victims: Victims, number: int = IDLE) -> str:
+    """A client hello byte by byte."""
+    return _held(victims, number, partial(hello_by_bytes, public_tls(keys_of(""))))
+
+
+def slow_http2(victims: Victims, number: int = IDLE) -> str:
+    """A header block byte by byte, after a TLS handshake with the public key."""
+    return _held(victims, number, partial(frames_by_bytes, public_tls(keys_of("")), PREFACE + SETTINGS))
+
+
+def joining_among_idle(victims: Victims) -> str:
+    """A peer joins while connections that say nothing take every place as it becomes free."""
+    with Crowd(victims.address("p0"), MANY, silence) as crowd:
+        began_s = time.monotonic()
+        victims.join("late")
+        victims.until(lambda: victims.version("late") > 0, "the joiner's first version")
+        return f"joined in {time.monotonic() - began_s:.0f} s, among {crowd.opened:,} connections"
+
+
+def guessed_secret(_: Path) -> str:
+    """Guesses of a passphrase, each tested against the certificate that any caller gets."""
+    began_s, guesses = time.process_time(), 0
+    while time.process_time() - began_s < CALM_S / 5:
+        keys_of(f"a passphrase, number {guesses}")
+        guesses += 1
+    rate = guesses / (time.process_time() - began_s)
+    if rate > MAX_GUESSES_PER_S:
+        raise NotHeld(f"{rate:,.0f} guesses per CPU second")
+    return f"{rate:.1f} guesses per CPU second"
+
+
+def weak_secrets(_: Path) -> str:
+    """Secrets that lists of passwords begin with, as operators write them."""
+    if taken := [secret for secret in WEAK if not weakness(secret)]:
+        raise NotHeld(f"taken: {', '.join(taken)}")
+    return weakness(WEAK[0])
+
+
+def contract_of_48_bits(_: Path) -> str:
+    """Another contract whose digest begins as the ticket's does: 12 digits are found in days."""
+    try:
+        split_ticket("127.0.0.1:4000/5f2c9a7e11aa")
+    except UsageError as error:
+        return error.cause
+    raise NotHeld("a ticket with the beginning of a digest is taken")
+
+
+ATTACKS = (
+    Attack("idle-connections", "outsider", idle_connections, peers=2),
+    Attack("slow-tls", "outsider", slow_tls, peers=2, short=False, settings=PACE),
+    Attack("slow-http2", "outsider", slow_http2, peers=2, short=False, settings=PACE),
+    *(
+        Attack(f"{MANY}-{name}", "outsider", partial(act, number=MANY), 2, slower=0.1, short=False, settings=PACE)
+        for name, act in (("idle", idle_connections), ("slow-tls", slow_tls), ("slow-http2", slow_http2))
+    ),
+    Attack("joining-among-idle", "outsider", joining_among_idle, peers=2, short=False, settings=PACE),
+    Attack("guessed-secret", "outsider", guessed_secret),
+    Attack("weak-secrets", "outsider", weak_secrets),
+    Attack("contract-of-48-bits", "outsider", contract_of_48_bits),
+)

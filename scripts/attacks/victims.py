@@ -28,7 +28,7 @@ CALM_S = 10.0
 """Seconds in which versions are counted, before an attack and during it."""
 POLL_S = 0.05
 DESCRIPTORS = 1024
-"""The soft limit of open files of a peer that is attacked, as shells have it."""
+"""Open files of a peer that is attacked, at most: shells have this soft limit, and here it is the hard one, too."""
 
 CONTRACT = """
 [run]
@@ -96,7 +96,7 @@ class Attack:
 
 
 class Victims:
-    """Real peers of one run: `diloco peer`, started through the command line, with a soft limit of 1,024 files."""
+    """Real peers of one run: `diloco peer`, started through the command line, with at most 1,024 open files."""
 
     def __init__(self, folder: Path, peers: int, settings: Sequence[str] = (), secret: str = "") -> None:
         self.folder, self.secret, self.number = folder, secret, peers
@@ -105,7 +105,7 @@ class Victims:
         self.row: Row | None = None
         contract = folder / "contract.toml"
         contract.write_text(CONTRACT.format(peers=peers))
-        self._launch = ["bash", "-c", f'ulimit -S -n {DESCRIPTORS}; exec "$@"', "bash"]
+        self._launch = ["bash", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "bash"]
         sets = [word for line in settings for word in ("--set", line)]
         self.start("p0", str(contract), *sets)
         for number in range(1, peers):
