@@ -127,7 +127,8 @@ def _kind(annotation: Any) -> str:
 
 
 def _bounds(limits: Sequence[Any]) -> str:
-    signs = {"gt": "> ", "ge": ">= ", "lt": "< ", "le": "<= ", "pattern": "matches ", "min_length": "length >= "}
+    signs = {"gt": "> ", "ge": ">= ", "lt": "< ", "le": "<= ", "pattern": "matches ", "min_length": "length >= ",
+             "max_length": "length <= "}  # fmt: skip
     values = [(sign, getattr(limit, name, None)) for limit in limits for name, sign in signs.items()]
     found = [f"`{sign}{_plain(value)}`" for sign, value in values if value is not None]
     return f", {', '.join(found)}" if found else ""

@@ -86,7 +86,8 @@ def imports(source: str) -> set[str]:
 
 
 def test_pages_for_keys_commands_and_codes_say_what_the_sources_say() -> None:
-    assert "| `total_tokens` | whole number, `> 0` | required | The run ends at" in generated.contract()
+    bounds = f"`> 0`, `<= {2**60}`"
+    assert f"| `total_tokens` | whole number, {bounds} | required | The run ends at" in generated.contract()
     assert "## `[network]`" in generated.site()
     assert "## `diloco bench scaling`" in generated.commands()
     assert "| 10 | `ConfigError` |" in generated.exit_codes()

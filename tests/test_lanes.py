@@ -48,6 +48,7 @@ from diloco.inner.rank_model import RankModel
 from diloco.island import Island
 from diloco.island.bridge import Bridge
 from diloco.island.connections import RankListener, RankWire, call_rank_0
+from diloco.island.plain import packed
 from diloco.outer.average import unpack
 from diloco.outer.fragments import Fragment, Layout, read_fragment, write_fragment
 from diloco.outer.line import Line, complete
@@ -343,23 +344,29 @@ def test_a_rank_that_never_calls_is_not_waited_for_for_ever() -> None:
     with ThreadPoolExecutor(1) as pool:
         welcome = pool.submit(listener.accept_ranks, 3, 5.0)
         with Client(("127.0.0.1", listener.port), authkey=key) as rank:
-            rank.send(2)
+            rank.send_bytes(packed(2))
             with pytest.raises(ResourceError, match="rank 1, 3 of this island did not call rank 0 within 5 s"):
                 welcome.result(DEADLINE_S)
 
 
-class Unsayable:
-    """It cannot be pickled; on request not before it may end."""
+class Unsayable(Sequence[Any]):
+    """It cannot be encoded; on request not before it may end."""
 
     def __init__(self, *, waits: bool = False) -> None:
-        self.pickled, self.may_end = threading.Event(), threading.Event()
+        self.encoded, self.may_end = threading.Event(), threading.Event()
         self._waits = waits
 
-    def __reduce__(self) -> Any:
-        self.pickled.set()
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: Any) -> Any:
+        raise IndexError
+
+    def __iter__(self) -> Iterator[Any]:
+        self.encoded.set()
         if self._waits:
             assert self.may_end.wait(DEADLINE_S)
-            return bytes, ()
+            return iter(())
         raise TypeError("this cannot be said")
 
 
@@ -386,7 +393,7 @@ def test_a_rank_that_goes_while_something_is_said_to_it_is_a_lost_rank(monkeypat
     with two_ranks() as (remote, heard, _, first, _):
         late = Unsayable(waits=True)
         remote.post(Lane.keep_mean, "digest", cast(Sequence[bytes], [late]))
-        assert late.pickled.wait(DEADLINE_S)
+        assert late.encoded.wait(DEADLINE_S)
         first.close()
         assert "another rank of this island is gone" in str(heard.failures.get(timeout=DEADLINE_S))
         late.may_end.set()

@@ -251,7 +251,7 @@ class DiskFile:
     def __init__(self, path: Path) -> None:
         """Open the file, or create it. Raises OSError."""
         make_folders(path.parent)
-        self._path, self._descriptor = path, os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._path, self._descriptor = path, os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         sync_path(path.parent)
 
     def read(self) -> bytes:

@@ -36,6 +36,7 @@ from diloco.outer.fragments import Fragment, Layout, named_parameters, read_frag
 from diloco.outer.line import Weighing
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterOptimizer, OuterState
+from diloco.plan.model import check_size
 from diloco.storage.checkpoint import CHECKPOINTS, Checkpoint, load, saved_state
 
 
@@ -232,6 +233,7 @@ def _seeded_state(contract: Contract, checkpoint: Checkpoint | None, data_root: 
     vocab_size = (
         checkpoint.value("vocab_size", int) if checkpoint else open_dataset(contract.data, data_root).vocab_size
     )
+    check_size(contract, vocab_size, None)
     parameters = named_parameters(build_model(contract.model, vocab_size, contract.run.seed, data_root))
     shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
     fragments = Layout.agreed(shapes, contract).fragments

@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Exit, Option, Typer
 
 from diloco.base.errors import StateError
-from diloco.cli.options import AsJson, PeerFolders, progress_in, raise_when_stopped
+from diloco.cli.options import AsJson, PeerFolders, progress_in, raise_when_stopped, show
 
 commands = Typer()
 
@@ -48,7 +48,7 @@ def audit(directories: PeerFolders, as_json: AsJson = False) -> None:
     from diloco.accounts.audit import audit_text
 
     result = audit_folders(directories)
-    print(json.dumps(result.tree(), indent=2) if as_json else audit_text(result))
+    show(json.dumps(result.tree(), indent=2) if as_json else audit_text(result))
     raise Exit(0 if result.clean else 1)
 
 
@@ -62,7 +62,7 @@ def replay(directories: PeerFolders, data_root: DataRoot = None, as_json: AsJson
     from diloco.accounts.replay import replay_text
 
     result = replay_folders(directories, _root(data_root, *directories), progress_in("commits"))
-    print(json.dumps(result.tree(), indent=2) if as_json else replay_text(result))
+    show(json.dumps(result.tree(), indent=2) if as_json else replay_text(result))
     raise Exit(0 if result.exact else 1)
 
 

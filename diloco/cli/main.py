@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from typing import Annotated, NoReturn
 
@@ -79,6 +80,12 @@ def run() -> NoReturn:
     except PermissionError as error:  # in a folder of runs any file may be somebody else's
         logging.getLogger(__name__).debug("not permitted", exc_info=True)
         _fail(ResourceError(f"{error.filename}: {error.strerror}", "ask its owner, or run as the user who wrote it"))
+    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
+        if not isinstance(error, MemoryError) and not re.search("out of memory|allocate memory", str(error)):
+            raise
+        logging.getLogger(__name__).debug("out of memory", exc_info=True)
+        said = (str(error) or "out of memory").partition("\n")[0]
+        _fail(ResourceError(said[:300], "train a smaller model, or fewer sequences at once: inner.batch_size"))
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(0)

@@ -18,6 +18,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from diloco.base.errors import UsageError
+from diloco.base.readable import printable
 
 ContractArgument = Annotated[Path, Argument(help="The run contract, a file or a shipped name: what is trained.")]
 JOIN_HELP = "Join the run of the member at HOST:PORT[/DIGEST]; of several, with commas, the first that answers."
@@ -33,6 +34,11 @@ Insecure = Annotated[
 PeerFolders = Annotated[
     list[Path], Argument(help="Folders of peers, or a folder that has them inside, such as a simulation's.")
 ]
+
+
+def show(text: str) -> None:
+    """Print a command's answer. Whatever other machines wrote of it does nothing to the terminal."""
+    print("\n".join(map(printable, text.split("\n"))))
 
 
 def write_json(path: Path | None, tree: object) -> None:

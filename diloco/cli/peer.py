@@ -12,9 +12,11 @@ from typing import Annotated
 from typer import Argument, Exit, Option, Typer
 
 from diloco.base.collector import started
+from diloco.base.errors import IncompatibleError
+from diloco.base.files import keep_files_private
 from diloco.base.readable import printable
 from diloco.cli.lines import PeerLines, saying
-from diloco.cli.options import JOIN_HELP, AsJson, Insecure, Overrides, SitePath, stop_asked
+from diloco.cli.options import JOIN_HELP, AsJson, Insecure, Overrides, SitePath, show, stop_asked
 from diloco.observe.events import Stamped, to_json
 
 commands = Typer()
@@ -34,6 +36,9 @@ def peer(
     insecure: Insecure = False,
     name: Annotated[str | None, Option(help="This peer's name; the host's and a random suffix by default.")] = None,
     directory: Annotated[Path | None, Option("--dir", help="Where events and checkpoints go.")] = None,
+    max_params: Annotated[
+        str | None, Option(metavar="N", help="Refuse a larger model: 7B; by default what this machine's memory holds.")
+    ] = None,
     profile: Annotated[
         int | None,
         Option(min=1, metavar="STEPS", help="Trace so many inner steps, after the first 10, on each rank."),
@@ -48,10 +53,12 @@ def peer(
     from diloco.config.load import split_overrides
     from diloco.run.options import PeerOptions, checked
 
-    profiled = [f"device.profile_steps={profile}"] if profile else []
-    site_overrides, contract_overrides = split_overrides([*profiled, *(overrides or [])])
+    named = [f"device.profile_steps={profile}"] if profile else []
+    named += [f"device.max_params={max_params}"] if max_params else []
+    site_overrides, contract_overrides = split_overrides([*named, *(overrides or [])])
     options = PeerOptions(contract, join, site, resume, contract_overrides, site_overrides, insecure, name, directory)
     checked(options)  # before torch is imported, which takes seconds
+    keep_files_private()
 
     from diloco.run.launch import run_peer, start_ranks
 
@@ -89,6 +96,7 @@ def witness(
 
     options = PeerOptions(None, join, site, None, (), overrides or [], insecure, name, directory)
     checked(options)
+    keep_files_private()
 
     from diloco.run.witness import run_witness
 
@@ -119,7 +127,11 @@ def status(
     from diloco.run.operate import ask_status
 
     tree = ask_status(host_port)
-    print(json.dumps(tree, indent=2) if as_json else status_text(tree))
+    try:
+        show(json.dumps(tree, indent=2) if as_json else status_text(tree))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
+        cause = f"{host_port} answers with a status that this diloco cannot read: {error!r}"
+        raise IncompatibleError(cause[:300], "ask another member, or use the same diloco release") from error
 
 
 @operator_commands.command(epilog="Example:  diloco evict 127.0.0.1:4000 gpu-box-17")

@@ -12,6 +12,7 @@ from typing import Annotated
 from typer import Argument, Exit, Option, Typer
 
 from diloco.base.errors import UsageError
+from diloco.base.files import keep_files_private
 from diloco.cli.options import AsJson, ContractArgument, Overrides, SitePath, raise_when_stopped, stop_asked, write_json
 
 commands = Typer()
@@ -56,6 +57,7 @@ def simulate(
     site_overrides, contract_overrides = split_overrides([*policies, *(overrides or [])])
     options = SimulateOptions(contract, count, tuple(names), out, site, contract_overrides, site_overrides, by_peer)
     live = sys.stdout.isatty() and not as_json
+    keep_files_private()
     result = run_simulation(options, stop_asked(), sys.stderr if as_json else sys.stdout, live)
     print(json.dumps(result.summary, indent=2) if as_json else result.text)
     raise Exit(result.exit_code)

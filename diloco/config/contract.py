@@ -20,6 +20,7 @@ from diloco.config.codec import CodecSection
 from diloco.config.section import (
     Beta,
     Fraction,
+    Name,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -56,7 +57,7 @@ class RunSection(Section):
 class MembershipSection(Section):
     """Joining, leaving, and the rule by which versions close."""
 
-    start_peers: PositiveInt = 1
+    start_peers: Annotated[int, Field(gt=0, le=65536)] = 1
     """The run starts when this many peers are there; under `gossip` after `timeouts.join_s` in any case."""
     policy: Literal["sync", "quorum", "async", "gossip"] = "sync"
     """When a version closes. `sync`: when all live members have contributed; `quorum`: when `quorum_peers` have, and
@@ -88,7 +89,7 @@ class MembershipSection(Section):
     (under `quorum` and `async`: `grace_s`), or three times as late."""
     round_deadline_s: PositiveSeconds = 300.0
     """After this long a round is skipped: the peer trains on and keeps its progress."""
-    backlog_versions: Annotated[int, Field(ge=1)] = 4
+    backlog_versions: Annotated[int, Field(ge=1, le=1000)] = 4
     """Number of committed means that each member keeps for peers that fell behind; more, up to the size of one
     state, while somebody copies the state."""
 
@@ -99,13 +100,13 @@ class DataSection(Section):
     source: Literal["stdlib", "text", "shards", "hf"] = "stdlib"
     """`stdlib`: the Python standard library's source text; `text`: text or JSONL files; `shards`: packed tokens
     (`diloco data pack`); `hf`: a `datasets` source."""
-    paths: tuple[str, ...] = ()
+    paths: Annotated[tuple[Name, ...], Field(max_length=10_000)] = ()
     """Files, folders or globs, relative to the site's `data.root`. Empty for `stdlib`."""
-    text_field: str = "text"
+    text_field: Name = "text"
     """The field of a JSONL or `datasets` record that holds the text."""
-    tokenizer: str = "bytes"
+    tokenizer: Name = "bytes"
     """`bytes` (256 tokens), or a local Hugging Face tokenizer folder (extra `hf`)."""
-    sequence_length: Tokens = 128
+    sequence_length: Annotated[Tokens, Field(le=2**24)] = 128
     """Tokens in one block, which is one training sequence."""
     holdout: Annotated[float, Field(gt=0, le=0.5)] = 0.02
     """Share of the files (or of the tokens of one file) kept out of training for evaluation."""
@@ -114,6 +115,11 @@ class DataSection(Section):
 FFN_MULTIPLE = 32
 EXPERT_MULTIPLE = 8
 """An expert's width is a multiple of this: grouped products want rows of 16 bytes."""
+MAX_EXPERTS = 2**14
+Width = Annotated[int, Field(gt=0, le=2**20)]
+"""Width of a feed-forward layer."""
+MAX_STEP_TOKENS = 2**28
+"""Tokens of one inner step of a peer, or of an evaluation. They are read at once, 8 bytes each."""
 
 
 class ModelSection(Section):
@@ -121,29 +127,29 @@ class ModelSection(Section):
 
     kind: Literal["transformer", "hf", "external"] = "transformer"
     """`transformer`: ours; `hf`: a causal LM from a local Hugging Face config; `external`: the library caller's."""
-    preset: str | None = None
+    preset: Name | None = None
     """Start from the sizes of a preset (`diloco config presets` lists them); other keys override it."""
-    hf_config: str | None = None
-    """Folder with a Hugging Face `config.json`, relative to the site's `data.root` (kind `hf`)."""
-    layers: PositiveInt = 4
-    dim: PositiveInt = 128
+    hf_config: Name | None = None
+    """Folder with a Hugging Face `config.json`, below the site's `data.root` (kind `hf`)."""
+    layers: Annotated[int, Field(gt=0, le=4096)] = 4
+    dim: Annotated[int, Field(gt=0, le=2**18)] = 128
     heads: PositiveInt = 4
     kv_heads: PositiveInt | None = None
     """Key/value heads for grouped-query attention; the same as `heads` when not given."""
-    ffn_dim: PositiveInt | None = None
+    ffn_dim: Width | None = None
     """Width of the SwiGLU layer; 8/3 of `dim`, rounded up to a multiple of 32, when not given."""
-    vocab_size: PositiveInt | None = None
+    vocab_size: Annotated[int, Field(gt=0, le=2**24)] | None = None
     """Taken from the tokenizer when not given."""
     rope_theta: PositiveFloat = 10_000.0
     qk_norm: bool = True
     tied: bool = True
     """Whether the output head shares the embedding's weights."""
-    experts: Annotated[int, Field(ge=0)] = 0
+    experts: Annotated[int, Field(ge=0, le=MAX_EXPERTS)] = 0
     """Experts in each block, of which a token takes some; 0: a dense model, and the keys below say nothing."""
     experts_per_token: PositiveInt = 2
-    shared_experts: Annotated[int, Field(ge=0)] = 0
+    shared_experts: Annotated[int, Field(ge=0, le=MAX_EXPERTS)] = 0
     """Experts beside those, that every token takes."""
-    expert_dim: PositiveInt | None = None
+    expert_dim: Width | None = None
     """Width of one expert, a multiple of 8; `ffn_dim` over the experts that a token takes, when not given."""
     balance: Literal["bias", "loss"] = "bias"
     """Method that keeps experts equally busy: a bias in the choice that moves by the sign of the load error, without
@@ -192,10 +198,13 @@ class ModelSection(Section):
         return self
 
 
+MAX_STEPS = 10**6
+
+
 class InnerSection(Section):
     """Inner steps: their number per round, the optimizer and its schedule."""
 
-    steps: PositiveInt = 50
+    steps: Annotated[int, Field(gt=0, le=MAX_STEPS)] = 50
     """H: inner steps between two syncs of the same parameter."""
     sized_by: Literal["contract", "speed"] = "contract"
     """Rule for a peer's number of inner steps per round. `contract`: H; `speed`: the fastest peer H, any other as
@@ -203,7 +212,7 @@ class InnerSection(Section):
     comm_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of a round that its exchange may take, beyond the steps that overlap with it (`sync.overlap`): where it
     takes more, peers do more steps than H, up to `most_steps`. 0: H, whatever it takes."""
-    most_steps: PositiveInt | None = None
+    most_steps: Annotated[int, Field(gt=0, le=MAX_STEPS)] | None = None
     """For `comm_share`; 4 H when not given."""
     batch_size: PositiveInt = 8
     """Sequences in one micro-batch of one peer."""
@@ -280,7 +289,7 @@ class OuterSection(Section):
 class SyncSection(Section):
     """Fragments, overlap and merge."""
 
-    fragments: PositiveInt = 1
+    fragments: Annotated[int, Field(gt=0, le=4096)] = 1
     """P: the model is cut in this many fragments; one is synchronised every H / P inner steps."""
     fragment_order: Literal["strided", "sequential"] = "strided"
     """Layer i goes to fragment i mod P, or consecutive layers stay together."""
@@ -351,6 +360,9 @@ class Contract(Section):
                 f"sync.fragments ({sync.fragments}) must be at most model.layers ({self.model.layers}): "
                 f"a fragment holds at least one layer"
             )
+        for what, sequences in (("inner step", inner.sequences_per_step), ("evaluation", self.eval.sequences)):
+            if (tokens := sequences * self.data.sequence_length) > MAX_STEP_TOKENS:
+                raise ValueError(f"an {what} of {sequences} sequences has {tokens} tokens, at most {MAX_STEP_TOKENS}")
         if inner.most_steps is not None and inner.most_steps < inner.steps:
             raise ValueError(f"inner.most_steps ({inner.most_steps}) is less than inner.steps")
         if sync.overlap > self.steps_per_round:

@@ -8,7 +8,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
+MAX_COUNT = 2**31 - 1
+"""Largest number of anything without a bound of its own. A stranger's contract may hold any: none may overflow."""
+
+
+PositiveInt = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 
 
 TOKEN_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
@@ -27,14 +31,18 @@ def _counted(value: Any) -> Any:
     return int(count)
 
 
-Tokens = Annotated[PositiveInt, BeforeValidator(_counted)]
-"""A number of tokens above zero, as a number or as text with a unit: `50_000_000` or `"50M"`."""
+Tokens = Annotated[int, Field(gt=0, le=2**60), BeforeValidator(_counted)]
+"""A number of tokens or parameters above zero, as a number or as text with a unit: `50_000_000` or `"50M"`."""
 
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+PEER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+"""Pattern of a peer's name. It names folders, so it has no separator of paths."""
 
 
 MAX_S = 1e9
@@ -52,6 +60,10 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 """A decay rate of Adam, below 1: at 1 a moment takes nothing in, and its bias correction would divide by zero."""
+
+
+Name = Annotated[str, Field(max_length=1000)]
+"""A name or a path."""
 
 
 Glob = Annotated[str, Field(min_length=1, max_length=100)]

@@ -6,13 +6,22 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from diloco.config.section import NonNegativeFloat, PositiveFloat, PositiveInt, PositiveSeconds, Seconds, Section
+from diloco.config.section import (
+    PEER_NAME,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    PositiveSeconds,
+    Seconds,
+    Section,
+    Tokens,
+)
 
 
 class PeerSection(Section):
     """The peer itself: its name."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
+    name: Annotated[str, Field(pattern=PEER_NAME)] | None = None
     """This peer's name in the run; the host name and a random suffix when not given."""
 
 
@@ -25,6 +34,9 @@ class DeviceSection(Section):
     work. Under torchrun or srun it takes the ranks it is given."""
     threads: PositiveInt | None = None
     """CPU threads for torch; torch's own default when not given."""
+    max_params: Tokens | None = None
+    """Largest model that this peer trains, in parameters (`"7B"` is 7 billion): a joiner takes the contract as it is.
+    When not given, one that this machine's memory holds once in fp32."""
     compile: bool = False
     """`torch.compile` the model, or its blocks where ranks share it (needs a compiler)."""
     checkpointing: Literal["none", "selective", "full"] = "none"

@@ -10,15 +10,15 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Collection, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from diloco.base.errors import ConfigError, DataError
+from diloco.base.files import check_inside, inside
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".jsonl")
 """Files read from a folder as text; a file that is named, or matches a glob, may be called anything."""
 
 _CHECK_PATHS = "check data.paths, and data.root in the site file"
-_STAY_INSIDE = "set the site's data.root to a folder that holds the data, and name it relative to that"
 
 
 def find(paths: Sequence[str], root: Path, suffixes: Collection[str]) -> list[Path]:
@@ -38,25 +38,8 @@ def find(paths: Sequence[str], root: Path, suffixes: Collection[str]) -> list[Pa
                 raise DataError(f"nothing matches {path!r} in {root.absolute()}", _CHECK_PATHS)
         found.update(file for match in matches for file in expand(match, suffixes))
     for file in found:
-        _check_inside(file, root)
+        check_inside(file, root)
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
-
-
-def inside(path: str, root: Path) -> Path:
-    """`root / path`, refused with ConfigError when it leads out of the data folder `root` or through a hidden name."""
-    if "\0" in path:
-        raise ConfigError(f"data path {path!r} holds a zero byte, which no file's name does", _STAY_INSIDE)
-    parts = PurePosixPath(path).parts
-    if any(part.startswith(".") for part in parts):
-        through = ".." if ".." in parts else "a hidden name"
-        raise ConfigError(f"data path {path!r} goes through {through}", _STAY_INSIDE)
-    _check_inside(root / path, root)
-    return root / path
-
-
-def _check_inside(path: Path, root: Path) -> None:
-    if not path.resolve().is_relative_to(root.resolve()):
-        raise ConfigError(f"data path {path} leads out of the data folder {root.absolute()}", _STAY_INSIDE)
 
 
 def expand(path: Path, suffixes: Collection[str], fix: str = _CHECK_PATHS) -> list[Path]:

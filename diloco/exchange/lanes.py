@@ -81,7 +81,7 @@ class LaneChannel:
         self._wire.close()
 
     def unsaid(self, item: tuple[Any, ...], error: Exception) -> None:
-        """A remote lane's message cannot be pickled: fail its question, if it was one, and the exchange."""
+        """A remote lane's message cannot be encoded: fail its question, if it was one, and the exchange."""
         number: int | None = item[0]
         question = self._questions.pop(number, None) if number is not None else None
         if question is not None and not question.done():

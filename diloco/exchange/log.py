@@ -123,7 +123,7 @@ class MeanFile:
         make_folders(self.path.parent)
         self._descriptor = self._take_spare()
         if self._descriptor < 0:
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with suppress(OSError):  # on a file system without locks no spare is taken, either
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         sync_path(self.path.parent)

@@ -119,7 +119,7 @@ class DiskVotes(Votes):
     def _open(self) -> None:
         make_folders(self._path.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._descriptor = os.open(self._path, flags, 0o644)
+        self._descriptor = os.open(self._path, flags, 0o600)
         found = _lines(self._path.read_bytes())
         self._bytes = sum(len(line) for line, _ in found or ())  # damaged: that life is over, and its votes go
         sync_path(self._path.parent)

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Final
 
 from cryptography import x509
@@ -28,12 +30,15 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 from diloco.base.errors import UsageError
 
 VARIABLE: Final = "DILOCO_SECRET"
+FILE_VARIABLE: Final = "DILOCO_SECRET_FILE"
+"""Names a file that holds the secret, in place of the secret itself."""
 SERVER_NAME: Final = "peer.diloco"
 """Subject of the certificate, in place of a host name: peers have many addresses, and these change."""
 MIN_SECRET_CHARS: Final = 16
 MIN_NEW_CHARS: Final = 12
 """Characters of a secret that do not follow from those before them, at least."""
 MIN_DIFFERENT_CHARS: Final = 6
+MAX_SECRET_BYTES: Final = 4096
 
 _P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _RANDOM: Final = re.compile(r"(?=.*[0-9])(?=.*[a-f])[0-9a-f]{32,}", re.IGNORECASE)
@@ -45,7 +50,7 @@ _KEYBOARD: Final = ("1234567890", "qwertyuiop", "asdfghjkl", "zxcvbnm")
 class Keys:
     """Private key and certificate of a run's peers as PEM. The certificate is also the only authority trusted."""
 
-    private_key: bytes
+    private_key: bytes = field(repr=False)
     certificate: bytes
 
 
@@ -78,12 +83,40 @@ def keys_of(secret: str) -> Keys:
 
 
 def secret_from_environment() -> str:
-    """The run's secret in `DILOCO_SECRET`, empty where none is set. Raises UsageError when it is easily guessed."""
-    secret = os.environ.get(VARIABLE, "").strip()
-    if secret and (why := weakness(secret)):
-        fix = f"export {VARIABLE}=$(openssl rand -hex 32) once, and the same for every peer of the run"
-        raise UsageError(f"{VARIABLE} {why}", fix)
+    """The run's secret, in `DILOCO_SECRET` or in the file that `DILOCO_SECRET_FILE` names; empty where neither is set.
+
+    Raises UsageError where both are set, the file cannot be read or others can read it, or it is easily guessed.
+    """
+    secret, path = os.environ.get(VARIABLE, "").strip(), os.environ.get(FILE_VARIABLE, "")
+    if secret and path:
+        raise UsageError(f"{VARIABLE} and {FILE_VARIABLE} are both set", "unset one of them")
+    where = FILE_VARIABLE if path else VARIABLE
+    secret = _secret_in(Path(path)) if path else secret
+    if (secret or path) and (why := weakness(secret)):
+        raise UsageError(f"{where} {why}", "make one with `openssl rand -hex 32`, the same for every peer of the run")
     return secret
+
+
+def _secret_in(path: Path) -> str:
+    """The run's secret in a file that only its owner and root can read. Raises UsageError."""
+    fix = f"name a file by {FILE_VARIABLE} that holds the secret, and that this user alone can read (chmod 600)"
+    try:
+        with path.open("rb") as file:
+            mode, data = os.fstat(file.fileno()).st_mode, file.read(MAX_SECRET_BYTES + 1)
+        secret = data.decode().strip()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"cannot read the secret in {path}: {why}", fix) from None
+    if mode & 0o077:
+        raise UsageError(f"others can read or change the secret in {path} (mode {mode & 0o777:03o})", fix)
+    if len(data) > MAX_SECRET_BYTES:
+        raise UsageError(f"{path} has more than {MAX_SECRET_BYTES} bytes: that is no secret", fix)
+    return secret
+
+
+def without_secret(variables: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables for a process that has no use for the run's secret."""
+    return {name: value for name, value in variables.items() if name not in (VARIABLE, FILE_VARIABLE)}
 
 
 def weakness(secret: str) -> str:

@@ -1,7 +1,8 @@
 """Connections between rank 0 and the other ranks of an island, beside those of torch.distributed.
 
 They run over the network that the ranks of an island share, and belong to the island as those do: a caller must know a
-key that rank 0 made and sent over torch.distributed. So plain objects travel on them, pickled, in order.
+key that rank 0 made and sent over torch.distributed, which encrypts nothing. So what comes is data (`plain.py`), and
+never code.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
+from diloco.island.plain import packed, unpacked
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ BACKLOG = 1024
 """So many ranks may call at once."""
 GREETING_S = 60
 """Longest wait for a caller to prove that it is a rank of this island."""
+MAX_RANK_BYTES = 64
+"""Longest greeting, in which a rank says its number."""
 AT_ONCE = (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 """Else the second of two short messages waits for the acknowledgement of the first, 40 ms or so."""
 
@@ -40,7 +43,7 @@ def call_rank_0(address: tuple[str, int], key: bytes, rank: int) -> Connection[A
     connection = Client(address, authkey=key)
     with socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
         end.setsockopt(*AT_ONCE)
-    connection.send(rank)
+    connection.send_bytes(packed(rank))
     return connection
 
 
@@ -98,7 +101,7 @@ class RankListener:
             try:
                 deliver_challenge(connection, self._key)
                 answer_challenge(connection, self._key)
-                rank = int(connection.recv())
+                rank = int(unpacked(connection.recv_bytes(MAX_RANK_BYTES)))
             except Exception as error:  # the thread's edge: whatever strangers send
                 logger.warning("a caller that is no rank of this island was refused: %s", error)
                 connection.close()
@@ -155,7 +158,7 @@ class RankWire:
         with suppress(OSError):  # the reader sees it, too
             while (item := self._outgoing.get()) is not None:
                 try:
-                    data = ForkingPickler.dumps(item)
+                    data = packed(item)
                 except Exception as error:  # the thread's edge: raised where somebody looks
                     self._on_loop(self._end.unsaid, item, error)
                 else:
@@ -166,7 +169,7 @@ class RankWire:
     def _read(self) -> None:
         try:
             while True:
-                self._loop.call_soon_threadsafe(self._end.arrived, *self._connection.recv())
+                self._loop.call_soon_threadsafe(self._end.arrived, *unpacked(self._connection.recv_bytes()))
         except (EOFError, OSError, RuntimeError):  # closed, broken; the loop is closed
             pass
         except Exception as error:  # the thread's edge: raised where somebody looks

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from diloco.base.errors import ConfigError
+from diloco.base.files import check_inside, inside
 from diloco.config.contract import ModelSection
 from diloco.models.transformer import INIT_STD, NORM_EPS
 
@@ -137,15 +138,16 @@ class CausalLM(nn.Module):
 def load_causal_lm(section: ModelSection, vocab_size: int, root: Path) -> CausalLM:
     """The Hugging Face model that `root / section.hf_config` describes, initialised from torch's global random state.
 
-    Raises ConfigError: `transformers` missing, no such folder, an unreadable config, an architecture that is no
-    causal LM, or a vocabulary smaller than the tokenizer's `vocab_size`.
+    Raises ConfigError: `transformers` missing, no such folder below `root`, an unreadable config, an architecture that
+    is no causal LM, or a vocabulary smaller than the tokenizer's `vocab_size`.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         cause = f"model.kind 'hf' needs transformers: {error}"
         raise ConfigError(cause, "install it with: pip install 'diloco[hf]'") from error
-    folder = root / str(section.hf_config)
+    folder = inside(str(section.hf_config), root)
+    check_inside(folder / "config.json", root)
     if not (folder / "config.json").is_file():
         cause = f"model.hf_config: no config.json in {folder}"
         raise ConfigError(cause, "give the folder's path relative to the site's data.root")

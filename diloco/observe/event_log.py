@@ -124,7 +124,7 @@ def _open_to_append(path: Path) -> int:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with ExitStack() as on_error:
             on_error.callback(os.close, descriptor)
             try:

@@ -29,6 +29,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 from diloco.base.errors import ResourceError, UsageError
 from diloco.base.readable import (
     NOTHING,
+    printable,
     readable_bytes,
     readable_count,
     readable_duration,
@@ -329,9 +330,16 @@ def _svg(figure: Figure, name: str, title: str) -> Markup:
 # ---------------------------------------------------------------- the page
 
 
+def _plain(value: object) -> object:
+    """A value of the page: in texts of other machines, what turns the direction or moves a cursor is spelled out."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 def _page(run: RunFolder, tables: Sequence[Table]) -> str:
     folder = Path(__file__).parent
-    jinja = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    jinja = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_plain
+    )
     jinja.filters |= {
         "bytes": readable_bytes,
         "count": readable_count,

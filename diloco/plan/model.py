@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from diloco.base.errors import ConfigError, UsageError
+from diloco.base.readable import readable_bytes
 from diloco.config.contract import Contract, ModelSection
 
 
@@ -17,6 +19,22 @@ def flops_per_token(contract: Contract, vocabulary: int) -> float | None:
     return model.flops_per_token(contract.data.sequence_length)
 
 
+def check_size(contract: Contract, vocabulary: int, max_params: int | None) -> None:
+    """Refuse a contract's model with so many rows in its embedding, before anything is allocated, where it has more
+    than `max_params` parameters; None: more than this machine's memory holds in fp32. Raises ConfigError."""
+    if contract.model.kind != "transformer":
+        return
+    model = model_of_section(contract.run.name, contract.model, contract.model.vocab_size or vocabulary)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = max_params or memory_bytes // FP32_BYTES
+    if model.parameters > limit:
+        needed = f"{model.parameters:,} parameters, {readable_bytes(FP32_BYTES * model.parameters)} in fp32"
+        why = "is set" if max_params else f"fit once into this machine's {readable_bytes(memory_bytes)}"
+        cause = f"the model of run {contract.run.name} has {needed}; the limit here is {limit:,}, which {why}"
+        raise ConfigError(cause, "check that this is the run you mean; raise the limit with --max-params, as in 7B")
+
+
+FP32_BYTES = 4
 BYTE_VOCABULARY = 256
 USUAL_VOCABULARY = 32_768
 """Vocabulary of a model of which only the number of parameters is known; that of the published presets."""

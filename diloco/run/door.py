@@ -133,9 +133,10 @@ def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:
 
 
 def make_folder(directory: Path, site: Site) -> Path:
-    """Make the folder of a peer that founds or joins a run; it remembers where its data is. Raises ResourceError."""
+    """Make the folder of a peer that founds or joins a run, for this user only; it remembers where its data is. Raises
+    ResourceError."""
     try:
-        make_folders(directory)
+        make_folders(directory, 0o700)
         remember(directory, site)
     except OSError as error:
         cause = f"cannot write to {directory}: {error.strerror}"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from diloco.base.errors import ConfigError, IncompatibleError, StateError, UsageError
+from diloco.base.files import inside
 from diloco.config.contract import Contract, ModelSection
 from diloco.config.load import contract_from_json
 from diloco.data import open_dataset
@@ -28,6 +29,7 @@ from diloco.models import build_model, checked_vocab_size
 from diloco.models.hf import llama_config, to_llama
 from diloco.outer.fragments import Layout, named_parameters
 from diloco.outer.optimizers import open_outer
+from diloco.plan.model import check_size
 from diloco.run.past import checkpoint_at
 from diloco.storage.checkpoint import Checkpoint, noted_shapes, outer_state
 from diloco.storage.disk import read_tensors, replacing, write_tensors
@@ -109,7 +111,7 @@ def _config(checkpoint: Checkpoint, data_root: Path) -> dict[str, Any] | None:
             return llama_config(section, vocab_size, checkpoint.contract.data.sequence_length)
         case "hf":
             # Whatever dtype it asks for, fp32 is what was trained and what is written.
-            return {**_read_json(data_root / str(section.hf_config) / CONFIG), "dtype": "float32"}
+            return {**_read_json(inside(str(section.hf_config), data_root) / CONFIG), "dtype": "float32"}
         case "external":
             return None
 
@@ -162,6 +164,7 @@ def evaluate_checkpoint(
     if dataset.vocab_size > vocab_size:
         cause = f"the data have {dataset.vocab_size} tokens, the model in {checkpoint} knows {vocab_size}"
         raise IncompatibleError(cause, "give the data root that the run was trained with")
+    check_size(contract, vocab_size, None)
     model = build_model(contract.model, vocab_size, contract.run.seed, data_root)
     with torch.no_grad():
         views = _exported(named_parameters(model), contract.model)  # of the model, under their exported names

@@ -19,6 +19,7 @@ from diloco.observe.event_log import Events
 from diloco.observe.events import Listening, Remark, Stamped
 from diloco.peer.life import Ending
 from diloco.peer.terms import lanes_of
+from diloco.plan.model import check_size
 from diloco.run.blocking import block
 from diloco.run.door import Entrance, asked_members, make_folder
 from diloco.run.options import CARD, PeerOptions, checked
@@ -82,6 +83,7 @@ def _enter(
             saved, joined = kept.digest[:12], contract.digest[:12]
             cause = f"the checkpoint belongs to contract {saved}, the run to join trains {joined}"
             raise ConfigError(cause, "join without --resume")
+        check_size(contract, 0, site.device.max_params)
         name = peer_name(site, checkpoint)
         if options.name and options.name != name:
             fix = "leave --name out: a peer that comes back keeps its name"
@@ -130,7 +132,7 @@ def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerO
     if chosen is None:
         saved = load(resumed) if resumed is not None else None
         contract = saved.contract if saved is not None else given
-        name = saved.value("peer", str) if saved is not None else site.peer.name
+        name = saved.peer if saved is not None else site.peer.name
         if name is not None:  # else it has another at every start
             folders = [RUNS / contract.run.name / name] if contract is not None else sorted(RUNS.glob(f"*/{name}"))
     found = [past for folder in folders if (past := past_of(folder)) is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from diloco.config.contract import Contract
 from diloco.config.load import load_contract, load_site
 from diloco.config.site import Site
 from diloco.transport.address import split_ticket
+
+logger = logging.getLogger(__name__)
 
 CARD = "peer.json"
 """File in a peer's folder with the address where it listens."""
@@ -83,17 +86,20 @@ def member_address(text: str) -> str:
 
 def remember(directory: Path, site: Site) -> None:
     """Write the site's data root to `site.json` in the folder of a peer that enters a run: what is resumed or evaluated
-    later finds the same data. Raises OSError."""
+    later finds the same data. With the folder's own number: a copy, which anybody may have made, remembers nothing.
+    Raises OSError."""
     path = directory / SITE_CARD
     beside = path.with_suffix(".new")
-    beside.write_text(json.dumps({"data": {"root": str(Path(site.data.root).absolute())}}) + "\n")
+    card = {"data": {"root": str(Path(site.data.root).absolute())}, "folder": directory.stat().st_ino}
+    beside.write_text(json.dumps(card) + "\n")
     beside.replace(path)
 
 
 def remembered_root(path: Path) -> str | None:
     """Data root for a resume or eval, from a peer's folder, folder of checkpoints, or checkpoint; None: not known.
 
-    Raises StateError for a damaged file.
+    A folder that was not written here is a stranger's, and its contract could then name any file of this machine: it is
+    passed over with a warning. Raises StateError for a damaged file.
     """
     folder = path.absolute()
     places = (folder, folder.parent, folder.parent.parent)
@@ -101,8 +107,12 @@ def remembered_root(path: Path) -> str | None:
     if found is None:
         return None
     try:
-        root = json.loads(found.read_text())["data"]["root"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        tree = json.loads(found.read_text())
+        root, number = tree["data"]["root"], tree.get("folder")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fix = "delete it, and name the data's folder: data.root, --data-root"
         raise StateError(f"{found} is damaged", fix) from error
+    if number != found.parent.stat().st_ino:
+        logger.warning("%s came from elsewhere: name the folder of the data (data.root, --data-root)", found)
+        return None
     return str(root)

@@ -66,7 +66,7 @@ def past_of(folder: Path) -> PastRun | None:
     if saved is None:
         return None
     checkpoint = load(saved.parent)
-    name, commit = checkpoint.value("peer", str), checkpoint.commit
+    name, commit = checkpoint.peer, checkpoint.commit
     known = [member.address for member in commit.view if member.peer != name] if commit is not None else []
     met = checkpoint.meta.get("others")  # under gossip, where there is no view
     known += [address for address in met if isinstance(address, str)] if isinstance(met, list) else []
@@ -98,5 +98,5 @@ def saved_us(checkpoint: Checkpoint) -> int:
 def peer_name(site: Site, checkpoint: Checkpoint | None) -> str:
     """Name under which a peer enters a run. One that resumes keeps the name in its checkpoint."""
     if checkpoint is not None:
-        return checkpoint.value("peer", str)
+        return checkpoint.peer
     return site.peer.name or f"{socket.gethostname()[:40]}-{secrets.token_hex(2)}"

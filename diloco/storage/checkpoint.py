@@ -41,6 +41,7 @@ from diloco.base.ranks import Alone, Ranks
 from diloco.base.types import Commit, with_height
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
+from diloco.config.section import PEER_NAME
 from diloco.island.slices import Pieces, Slice, Slices
 from diloco.outer.fragments import Fragment, Layout, NamedShapes
 from diloco.outer.optimizers import open_outer
@@ -85,6 +86,14 @@ class Checkpoint:
     def malformed(self, what: str) -> StateError:
         """Error for a checkpoint that no peer writes so, though its hashes are right."""
         return StateError(f"checkpoint {self.path}: {what}"[:300], "use a checkpoint that `diloco peer` wrote")
+
+    @property
+    def peer(self) -> str:
+        """Name of the peer that wrote the checkpoint; paths are made of it. Raises StateError for what is no name."""
+        name = self.value("peer", str)
+        if not re.fullmatch(PEER_NAME, name):
+            raise self.malformed(f"{name!r} is no name of a peer")
+        return name
 
     @property
     def commit(self) -> Commit | None:

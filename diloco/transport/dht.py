@@ -38,6 +38,7 @@ from typing import Any, Protocol
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError, UnreachableError, UsageError
 from diloco.base.types import Member
+from diloco.identity.keys import without_secret
 from diloco.protocol.streams import Welcome
 from diloco.transport.dht_node import MAX_MEMBERS, MAX_TTL_S
 
@@ -72,7 +73,7 @@ class Directory:
             pass_fds=[inner.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**without_secret(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         inner.close()
 

@@ -6,7 +6,8 @@
     scripts/attack --short --json rows.json       those that the tests make
 
 Each attack has a run of its own on loopback: `diloco peer` processes with at most 1,024 open files. An outsider
-knows only the address; a member knows the secret, and lies; an operator is careless. Columns: whether it was held (no
+knows only the address; a member knows the secret, and lies; an operator is careless; a giver hands over a file, a
+folder or a contract; a user shares the machine. Columns: whether it was held (no
 peer ended, versions went on, nothing false was taken), versions in 10 s before and during it, by how many MB the
 largest peer grew, the training loss after it, and what was said. The exit code is 1 where one was not held.
 """
@@ -20,10 +21,10 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from scripts.attacks import members, outsiders
+from scripts.attacks import files, members, outsiders
 from scripts.attacks.victims import Attack, Row, end_on_sigterm, outcome, raise_our_limit
 
-ATTACKS: tuple[Attack, ...] = (*outsiders.ATTACKS, *members.ATTACKS)
+ATTACKS: tuple[Attack, ...] = (*outsiders.ATTACKS, *members.ATTACKS, *files.ATTACKS)
 
 
 def main() -> int:

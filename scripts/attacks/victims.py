@@ -53,7 +53,7 @@ warmup = 0.0
 every_versions = 0
 """
 
-By = Literal["outsider", "member", "operator"]
+By = Literal["outsider", "member", "operator", "giver", "user"]
 
 
 class NotHeld(Exception):

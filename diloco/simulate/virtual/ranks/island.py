@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing.reduction import ForkingPickler
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +23,7 @@ from diloco.base.errors import ResourceError
 from diloco.base.life import Life
 from diloco.island import SEE, Island
 from diloco.island.bridge import Bridge
+from diloco.island.plain import packed, unpacked
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.ranks.threads import SimulatedCondition, SimulatedThread
 
@@ -222,7 +221,7 @@ class SimulatedListener:
 class SimulatedWire:
     """One end of the connection between the lanes of rank 0 and of another rank (`diloco.island.connections.RankWire`).
 
-    What is sent is pickled at once, and comes a little later, in order."""
+    What is sent is encoded at once, and comes a little later, in order."""
 
     other: SimulatedWire
     """The far end."""
@@ -248,7 +247,7 @@ class SimulatedWire:
         """Send an item over the simulated wire."""
         assert self._end is not None
         try:
-            data = bytes(ForkingPickler.dumps(item))
+            data = packed(item)
         except Exception as error:  # as where production writes
             self._ranks.process.loop.call_soon(self._end.unsaid, item, error)
             return
@@ -275,7 +274,7 @@ class SimulatedWire:
             self._early.append(data)
         elif not self._broken:
             self.other.under_way.popleft()
-            self._end.arrived(*pickle.loads(data))
+            self._end.arrived(*unpacked(data))
 
 
 class SimulatedBridge(Bridge):
