@@ -31,7 +31,7 @@ from diloco.protocol import messages as m
 from diloco.protocol.greetings import Acquaintance
 from diloco.protocol.streams import CHUNK_BYTES, Kind, Limits, Part, StateOffer, StreamHeader, Welcome
 from diloco.simulate.memory_link import MemoryNetwork
-from diloco.transport import grpc_link
+from diloco.transport import grpc_link, grpc_server
 from diloco.transport.address import is_loopback, join_address, split_address
 from diloco.transport.grpc_link import GrpcLink
 from diloco.transport.grpc_server import Server, serve, server_credentials
@@ -406,11 +406,42 @@ def test_chunks_of_the_state_are_fetched_in_the_order_asked(net):
     async def scenario(net: Net) -> None:
         service = Listener()
         address = await net.start(service)
-        fetched = net.link.fetch_state(address, "digest", [1, 0, 1], 4 * MIB, 1.0)
+        fetched = net.link.fetch_state(address, "digest", [1, 0], 4 * MIB, 1.0)
         got = [(index, b"".join(pieces)) async for index, pieces in fetched]
-        assert got == [(1, service.state[1]), (0, service.state[0]), (1, service.state[1])]
+        assert got == [(1, service.state[1]), (0, service.state[0])]
 
     play(net, scenario)
+
+
+def test_one_host_has_half_of_all_fetches_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "MAX_FETCHES", 4)
+    free = asyncio.Event()
+
+    class Slow(Listener):
+        async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
+            await free.wait()
+            return MEAN
+
+    async def scenario(net: GrpcNet) -> None:
+        address = await net.start(Slow())
+        fetches = [asyncio.create_task(net.link.fetch_mean(address, "digest", LIMITS, 5.0)) for _ in range(3)]
+        done, waiting = await asyncio.wait(fetches, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(LinkRefused, match="too many fetches"):
+            await done.pop()
+        free.set()
+        assert [await fetch for fetch in waiting] == [MEAN, MEAN]
+        assert await net.link.fetch_mean(address, "digest", LIMITS, 5.0) == MEAN
+
+    play(GrpcNet, scenario)
+
+
+def test_a_chunk_of_the_state_is_asked_for_once() -> None:
+    async def scenario(net: GrpcNet) -> None:
+        address = await net.start(Listener())
+        with pytest.raises(LinkRefused, match="each chunk of a state once"):
+            [chunk async for chunk in net.link.fetch_state(address, "digest", [0, 0], 4 * MIB, 1.0)]
+
+    play(GrpcNet, scenario)
 
 
 def test_bytes_of_a_chunk_of_the_state_are_told_as_they_come(net):
@@ -539,8 +570,10 @@ def test_addresses_that_nobody_calls_any_more_are_forgotten(monkeypatch: pytest.
         await until(lambda: busy.parts != [])
         await net.kill(at_dead)
         with pytest.raises(LinkDown):
-            await link.hello(at_dead, 1.0)
+            await link.lanes(at_dead, 1.0)
         assert (await link.hello(at_quiet, 1.0)).members == WELCOME.members
+        assert at_quiet not in link._connections, "a hello may go to an address that is a stranger's word"
+        assert await link.lanes(at_quiet, 1.0) == quiet.on_lanes()
         forgotten = [channel for at in (at_quiet, at_dead) for channel, _ in link._connections[at]._channels.values()]
         later_s = grpc_link.UNUSED_S + 1.0
         assert await link.lanes(at_busy, 1.0) == busy.on_lanes()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from diloco.base.types import Member
-from diloco.exchange.lives import Lives
+from diloco.exchange.lives import STRANGERS, STRANGERS_PER_S, Lives
 from diloco.protocol.messages import Reply
 from diloco.protocol.streams import ProcessId, Welcome
 from diloco.protocol.view import Timing
@@ -199,6 +199,36 @@ def test_a_forwarder_that_ended_proves_nothing() -> None:
 
     member = B
     asyncio.run(play())
+
+
+def test_strangers_are_asked_so_often_and_members_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("diloco.exchange.lives.monotonic_s", lambda: now_s)
+    link = Answering(None)
+    lives = Lives(link, Timing(1.0, 4.0, 4.0))
+
+    async def ask(strangers: int, stranger: bool = True) -> int:
+        before = link.asked
+        for number in range(strangers):
+            await lives.ask(replace(B, peer=f"{now_s} {number}"), 7, stranger)
+        return link.asked - before
+
+    assert asyncio.run(ask(1000)) == STRANGERS
+    assert asyncio.run(ask(1000, stranger=False)) == 1000
+    now_s = 2.0
+    assert asyncio.run(ask(1000)) == 2 * STRANGERS_PER_S
+
+
+def test_a_stranger_that_does_not_answer_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("diloco.exchange.lives.monotonic_s", lambda: now_s)
+    link, asked_s = Answering(None), []
+    lives = Lives(link, Timing(1.0, 4.0, 4.0))
+    for now_s in (0.0, 0.5, 1.0, 2.0, 3.0, 6.0, 7.0, 15.0, 22.0, 23.0):
+        before = link.asked
+        asyncio.run(lives.ask(B, 7, stranger=True))
+        asked_s += [now_s] * (link.asked - before)
+    assert asked_s == [0.0, 1.0, 3.0, 7.0, 15.0, 23.0]
 
 
 def test_a_refusal_counts_while_all_who_reply_agree(monkeypatch: pytest.MonkeyPatch) -> None:

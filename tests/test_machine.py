@@ -21,7 +21,7 @@ from diloco.protocol import messages as m
 from diloco.protocol.acceptor import seat_after
 from diloco.protocol.machine import Machine
 from diloco.protocol.reduction import Reduction, Tally, Times, covers, well_formed
-from diloco.protocol.roster import MAX_NAMES, WINDOW, Admission, Roster
+from diloco.protocol.roster import MAX_JUMP, MAX_NAMES, QUIET_S, WINDOW, Admission, Roster
 from diloco.protocol.view import (
     MAX_EVICTED,
     SAME_RATES,
@@ -483,30 +483,42 @@ def envelope(sequence: int, sender: Member = B) -> m.Envelope:
 def test_no_message_is_taken_twice_whatever_the_order() -> None:
     admission = Admission("run", "contract")
     order = [3, 1, 2, 5, 4, WINDOW + 5]
-    assert [admission.replayed(envelope(sequence)) for sequence in order] == [False] * 6
-    assert [admission.replayed(envelope(sequence)) for sequence in order] == [True] * 6
-    assert admission.replayed(envelope(6)) is False
-    assert admission.replayed(envelope(0)) is True
-    assert admission.replayed(envelope(1, replace(B, incarnation=99))) is False
+    assert [admission.replayed(envelope(sequence), 0.0) for sequence in order] == [False] * 6
+    assert [admission.replayed(envelope(sequence), 0.0) for sequence in order] == [True] * 6
+    assert admission.replayed(envelope(6), 0.0) is False
+    assert admission.replayed(envelope(0), 0.0) is True
+    assert admission.replayed(envelope(1, replace(B, incarnation=99)), 0.0) is False
 
 
 def test_a_number_far_ahead_costs_no_memory() -> None:
     """A bit for each number that was left out would fill all of it."""
     admission = Admission("run", "contract")
-    order = [1, 2**63 - 1, 2, 2**63 - 2, 2**63 - 1]
-    assert [admission.replayed(envelope(sequence)) for sequence in order] == [False, False, True, False, True]
+    order = [2**63 - 1, 2, 2**63 - 2, 2**63 - 1]
+    assert [admission.replayed(envelope(sequence), 0.0) for sequence in order] == [False, True, False, True]
+
+
+def test_one_lie_about_a_number_mutes_no_peer_that_speaks() -> None:
+    admission = Admission("run", "contract")
+    order = [(1, 0.0), (2**63 - 1, 0.5), (2, 1.0), (2 + MAX_JUMP, 1.5), (3, 2.0)]
+    assert [admission.replayed(envelope(sequence), now) for sequence, now in order] == [False, True, False, False, True]
+
+
+def test_a_peer_that_was_cut_off_for_long_is_heard_again() -> None:
+    admission = Admission("run", "contract")
+    order = [(1, 0.0), (3 * MAX_JUMP, QUIET_S), (3 * MAX_JUMP, QUIET_S + 0.1)]
+    assert [admission.replayed(envelope(sequence), now) for sequence, now in order] == [False, True, False]
 
 
 def test_names_are_forgotten_only_when_there_are_many() -> None:
     admission = Admission("run", "contract")
     for number in range(MAX_NAMES):
-        admission.replayed(envelope(1, replace(B, peer=f"p{number}")))
+        admission.replayed(envelope(1, replace(B, peer=f"p{number}")), 0.0)
     admission.forget(["p7"])
     assert len(admission) == MAX_NAMES
-    admission.replayed(envelope(1, C))
+    admission.replayed(envelope(1, C), 0.0)
     admission.forget(["p7"])
     assert len(admission) == 1
-    assert admission.replayed(envelope(1, replace(B, peer="p7")))
+    assert admission.replayed(envelope(1, replace(B, peer="p7")), 0.0)
 
 
 def sends(effects: Sequence[fx.Effect], kind: type[BodyT]) -> list[tuple[Member, BodyT]]:
@@ -788,6 +800,47 @@ def test_a_suspected_peer_refutes_with_its_next_word() -> None:
     assert roster.alive(B, 4.7)
 
 
+def test_nothing_goes_to_an_address_that_is_a_strangers_word_until_it_answers() -> None:
+    machine = standing(7)
+    behind = m.Heartbeat(-1, -1, True, Progress())
+    assert not sends(machine.receive(said(X, behind, 1), 0.5)[1], m.Committed)
+    assert X not in [to for to, _ in sends(machine.handle(m.Tick(), 1.0), m.Heartbeat)]
+    machine.handle(m.Reached(replace(X, address="elsewhere:1")), 1.1)
+    assert sends(machine.receive(said(X, behind, 2), 1.2)[1], m.Committed)[0][0].address == "elsewhere:1"
+    assert X in [to for to, _ in sends(machine.handle(m.Tick(), 2.0), m.Heartbeat)]
+
+
+def test_the_roster_is_bounded_and_those_who_answered_stay_longest() -> None:
+    roster = Roster(A, suspect_s=4.0, offences_allowed=3)
+    roster.meet([B], 0.0)
+    roster.heard(C, 0.1)
+    roster.answered(C)
+    for number in range(2 * MAX_NAMES):
+        roster.heard(replace(D, peer=f"stranger{number}"), 1.0 + number)
+    assert len([*roster]) == MAX_NAMES
+    assert all(map(roster.is_proven, (B, C)))
+    assert roster.awaits(replace(D, peer=f"stranger{2 * MAX_NAMES - 1}"))
+
+
+def test_an_attempt_far_ahead_is_a_lie() -> None:
+    """It would leave no later number for anybody."""
+    machine = standing(7)
+    gathers = [(attempt, m.Gather(7, attempt, "")) for attempt in (m.MAX_ATTEMPTS_AHEAD + 1, m.MAX_ATTEMPTS_AHEAD)]
+    replies = [machine.receive(said(B, body, number), 0.5)[0] for number, (_, body) in enumerate(gathers, 1)]
+    assert [reply is m.Reply.MALFORMED for reply in replies] == [True, False]
+
+
+def test_lineages_are_learnt_from_members_and_only_so_many() -> None:
+    machine = standing(7)
+    forks = tuple(m.Fork(f"F{number}", number) for number in range(m.MAX_FORKS))
+    machine.hear(X, m.Heartbeat(7, 7, True, Progress(), forks=forks), 0.5)
+    assert machine.forks == ()
+    machine.hear(B, m.Heartbeat(7, 7, False, Progress(), forks=forks), 0.6)
+    assert machine.forks == forks
+    machine.founds_on((*forks, m.Fork("latest", 99)))
+    assert machine.forks == (*forks[1:], m.Fork("latest", 99))
+
+
 @pytest.mark.parametrize(("suspect_s", "until_s"), [(2.0, 3.0), (4.0, 5.0), (15.0, 5.0)])
 def test_a_joiner_that_answers_nobody_is_not_waited_for_long(suspect_s: float, until_s: float) -> None:
     roster = Roster(A, suspect_s, offences_allowed=3)
@@ -851,6 +904,8 @@ def test_what_is_sent_to_the_address_that_a_life_left_says_nothing_of_the_life()
     machine = standing(7)
     elsewhere = replace(B, address="b:2")
     machine.receive(said(elsewhere, m.Heartbeat(7, 7, False, Progress()), 1), 0.5)
+    assert machine.roster.latest(B).address == B.address, "so far it is only its own word"
+    machine.handle(m.Reached(elsewhere), 0.5)
     machine.handle(m.Unreachable(B), 0.6)
     assert machine.roster.alive(B, 0.7)
     machine.handle(m.Unreachable(elsewhere), 0.8)
@@ -907,6 +962,7 @@ def test_bytes_go_where_a_life_listens_now() -> None:
     """A process that goes on with the disk of a life may have another address than the commit that names it."""
     machine, offer, moved = standing(7, seat=A), m.Offer(0, 7, 1, 10, 0), replace(B, address="b:2")
     machine.handle(m.Offered(offer), 0.1)
+    machine.handle(m.Reached(moved), 0.1)
     effects = [effect for sender in (moved, C) for effect in machine.hear(sender, m.Ready(7, 0, offer, "state"), 0.1)]
     (begin,) = {to.address for to, _ in sends(effects, m.Begin) if to == B}
     (contribution,) = {
@@ -1103,6 +1159,7 @@ def history(*steps: tuple[str, int]) -> tuple[m.Fork, ...]:
         (history(("L", 100), ("E", 180)), history(("L", 100), ("F", 250)), 100),
         (history(("L", 100), ("E", 180), ("G", 400)), history(("L", 100), ("E", 150), ("F", 250)), 150),
         (history(("X", 5)), history(("Y", 5)), 0),
+        (history(("K", 90), ("L", 100), ("E", 180)), history(("L", 110), ("F", 250)), 100),  # one forgot the oldest
     ],
 )
 def test_where_two_histories_parted(mine: tuple[m.Fork, ...], other: tuple[m.Fork, ...], parted: int) -> None:

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.base.types import Blocks, Commit, Counted, Leases, Member, Omitted, Progress, Voter
+from diloco.base.types import MAX_LINEAGE, Blocks, Commit, Counted, Leases, Member, Omitted, Progress, Voter
 from diloco.protocol import messages as m
 from diloco.protocol.greetings import Acquaintance, Greeting, Invite
 from diloco.protocol.streams import MAX_CHUNKS, Kind, Part, ProcessId, StateOffer, StreamHeader, Welcome
@@ -25,6 +25,7 @@ whole = st.integers(0, 2**63 - 1)
 signed = st.integers(-1, 2**63 - 1)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(["", "x" * 256])
 texts = st.lists(text, max_size=3).map(tuple)
+lineage = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.just("x" * MAX_LINEAGE)
 number = st.floats(allow_nan=False, allow_infinity=False)
 ages = st.floats(0, 1e9)
 members = st.builds(Member, text, whole, text, st.booleans())
@@ -37,14 +38,14 @@ several_counted = st.lists(counted, max_size=3).map(tuple)
 several_omitted = st.lists(st.builds(Omitted, text, whole, whole), max_size=3).map(tuple)
 voters = st.lists(st.builds(Voter, text, whole, signed), max_size=3).map(tuple)
 commits = st.builds(
-    Commit, whole, whole, text, text, signed, several_members, several_counted, several_omitted, text, whole, leases,
+    Commit, whole, whole, text, lineage, signed, several_members, several_counted, several_omitted, text, whole, leases,
     text, text, voters, texts,
 )  # fmt: skip
 maybe_commit = st.none() | commits
 offers = st.builds(m.Offer, whole, whole, whole, whole, whole, st.booleans(), whole, ages)
 progress = st.builds(Progress, text, whole, whole, whole, number, number, number, whole, signed)
 spans = st.lists(st.builds(m.Span, text, whole, whole), max_size=3).map(tuple)
-forks = st.lists(st.builds(m.Fork, text, whole), max_size=3).map(tuple)
+forks = st.lists(st.builds(m.Fork, lineage, whole), max_size=3).map(tuple)
 acquaintances = st.lists(st.builds(Acquaintance, members, whole, progress, number, ages), max_size=3).map(tuple)
 bodies = st.one_of(
     st.builds(
@@ -65,7 +66,7 @@ bodies = st.one_of(
     st.builds(Greeting, acquaintances, st.booleans()),
     st.builds(Invite, whole, st.builds(Acquaintance, members, whole, progress, number, ages)),
 )  # fmt: skip
-envelopes = st.builds(m.Envelope, text, text, text, members, whole, whole, whole, text, whole, bodies)
+envelopes = st.builds(m.Envelope, text, text, lineage, members, whole, whole, whole, text, whole, bodies)
 hashes = st.lists(st.binary(min_size=32, max_size=32).map(bytes.hex), max_size=3).map(tuple)
 steps = st.lists(whole, max_size=3).map(tuple)
 
@@ -100,7 +101,7 @@ def test_every_body_has_a_place_in_the_envelope():
     assert {field.name for field in fields} == {kind.__name__.lower() for kind in m.Body.__args__}
 
 
-@given(st.builds(StreamHeader, text, text, text, members, st.sampled_from(Kind), whole, whole, whole))
+@given(st.builds(StreamHeader, text, text, lineage, members, st.sampled_from(Kind), whole, whole, whole))
 def test_a_header_comes_back_the_same(sent):
     assert same(convert.header_from_wire(over_the_wire(convert.header_to_wire(sent))), sent)
 
@@ -108,7 +109,7 @@ def test_a_header_comes_back_the_same(sent):
 @given(
     st.builds(
         Welcome,
-        st.binary(max_size=9), text, signed, st.booleans(), welcoming, texts, text, text,
+        st.binary(max_size=9), lineage, signed, st.booleans(), welcoming, texts, text, text,
         process=st.none() | st.builds(ProcessId, text, text, text, st.integers(1, 2**63 - 1), whole), boot=whole,
     )
 )  # fmt: skip

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Final
 MAX_TEXT: Final = 256
 """Characters of a name, an address, a digest."""
 MAX_LIST: Final = 4096
+MAX_LINEAGE: Final = 64
+"""Characters of a lineage's name: it is a part of a digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class HexDigest:
     size: int
 
 
+LineageName = Annotated[str, MaxLength(MAX_LINEAGE)]
+"""Name of a lineage."""
 StateVersion = Annotated[int, MinValue(-1)]
 """The version of a state; -1: none yet."""
 
@@ -223,7 +227,7 @@ class Commit:
                 version=_int(tree["version"]),
                 height=_int(tree["height"]),
                 previous=_text(tree["previous"]),
-                lineage=_text(tree["lineage"]),
+                lineage=_text(tree["lineage"], MAX_LINEAGE),
                 fragment=_int(tree["fragment"], low=-1),
                 drafter=_text(tree["drafter"]),
                 view=tuple(_member(entry) for entry in tree["view"]),
@@ -296,8 +300,8 @@ def _int(value: Any, low: int = 0) -> int:
     return value
 
 
-def _text(value: Any) -> str:
-    if type(value) is not str or len(value) > MAX_TEXT:
+def _text(value: Any, most: int = MAX_TEXT) -> str:
+    if type(value) is not str or len(value) > most:
         raise ValueError(f"expected a short text, got {value!r}"[:100])
     return value
 

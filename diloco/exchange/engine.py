@@ -284,8 +284,7 @@ class Exchange(ExchangeTasks):
 
     def _tick(self) -> None:
         self._guarded(self._feed, m.Tick(self._moved_bytes))
-        pause_s = self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT
-        self._next_tick = self._loop.call_later(pause_s, self._tick)
+        self._next_tick = self._loop.call_later(self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT, self._tick)
 
     async def _stop(self) -> None:
         if self._next_tick is not None:
@@ -306,13 +305,14 @@ class Exchange(ExchangeTasks):
         except Exception as error:  # it has done half of what it decided: to go on would break what it says next
             self.failed(error)
             raise
-        if reply is m.Reply.OK and not self.lives.met(envelope.sender, envelope.boot):
+        new = reply is m.Reply.OK and not self.lives.met(envelope.sender, envelope.boot)
+        if new or self.machine.roster.awaits(envelope.sender):
             self._spawn(self._meet(envelope.sender, envelope.boot))
         return reply
 
     async def _meet(self, member: Member, boot: int) -> None:
         """Note that a life can be reached, once that process of it, or a later one, has answered."""
-        answers = await self.lives.ask(member, boot)
+        answers = await self.lives.ask(member, boot, stranger=self.machine.roster.awaits(member))
         if answers and not self.machine.roster.reaches(member):
             self._feed(m.Reached(member))
 

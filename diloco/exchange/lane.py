@@ -406,9 +406,8 @@ class Lane(ExchangeTasks):
         reply = await self._head.admit(header)
         if reply is not m.Reply.OK:
             return reply
-        work = self.work
-        key = header.key
-        if work is None or work.key != key:
+        work, key = self.work, header.key
+        if work is None or work.key != key or not work.knows(header.sender.peer):
             return m.Reply.STALE
         try:
             async for part in parts:

@@ -14,12 +14,22 @@ from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 
 logger = logging.getLogger(__name__)
 
+MAX_ASKING = 64
+"""Strangers that are asked at once: those of which only their own word says where they are."""
+STRANGERS, STRANGERS_PER_S = 256.0, 16.0
+"""Strangers that may come at once, as after a power cut of all, and how many more each second. A flood of them makes
+this peer dial no more addresses than that, which are perhaps of somebody who has no part in it."""
+MAX_PAUSE_BEATS = 8
+"""The longest pause, in heartbeats, before a stranger that did not answer is asked again. Pauses begin with one and
+double."""
+
 
 @dataclass(slots=True)
 class Answer:
     """The latest process of a life that answered at its address."""
 
     boot: int
+    address: str
     process: ProcessId | None
     """It tells of the end. None: that will have no proof."""
     at_s: float
@@ -42,36 +52,42 @@ class Lives:
         self._heartbeat_s, self._suspect_s, self._stall_s = timing.heartbeat_s, timing.suspect_s, timing.stall_s
         self._answers: dict[tuple[str, int], Answer] = {}
         """By peer and incarnation, of lives that answered."""
-        self._asking: set[tuple[str, int]] = set()
+        self._asking: set[tuple[str, int, str]] = set()
+        """Peer, incarnation and address, of lives that are being asked."""
+        self._unanswered: dict[tuple[str, int, str], tuple[float, float]] = {}
+        """Strangers that did not answer: when each may be asked again, and the pause after that."""
+        self._spare, self._spare_at_s = STRANGERS, monotonic_s()
+        """Strangers that may be asked now, and the time at which so many might."""
         self._replies: dict[str, tuple[Reply, float]] = {}
         """The latest reply of each peer to a message of ours, and its time."""
 
     def met(self, member: Member, boot: int) -> bool:
         """Whether this very process of a life, or a later one, has answered at its address."""
         known = self._answers.get((member.peer, member.incarnation))
-        return known is not None and known.boot >= boot
+        return known is not None and known.boot >= boot and known.address == member.address
 
     def answered_since(self, member: Member, since_s: float) -> bool:
         """Whether a life has answered a message since then."""
         known = self._answers.get((member.peer, member.incarnation))
         return known is not None and known.at_s >= since_s
 
-    async def ask(self, member: Member, boot: int) -> bool:
+    async def ask(self, member: Member, boot: int, stranger: bool = False) -> bool:
         """Whether a life that answered a message, or spoke, answers at its address: each process of it that is heard is
-        asked once for its name. False: it is being asked, or did not answer."""
-        life = member.peer, member.incarnation
+        asked once for its name. False: it is being asked, or did not answer. `stranger`: the address is its own word,
+        and so the times that it is asked are bounded."""
+        life, place = (member.peer, member.incarnation), (member.peer, member.incarnation, member.address)
         if self.met(member, boot):
             self._answers[life].at_s = monotonic_s()
             return True
-        if life in self._asking:
+        if place in self._asking or (stranger and not self._may_ask(place)):
             return False
-        self._asking.add(life)
+        self._asking.add(place)
         try:
             welcome = await self._link.hello(member.address, self._stall_s)
         except (LinkDown, LinkSlow, LinkRefused):
             return False
         finally:
-            self._asking.discard(life)
+            self._asking.discard(place)
         there = welcome.members[0]
         if (there.peer, there.incarnation) == life and welcome.boot < boot:
             return False  # an earlier process still answers
@@ -79,9 +95,25 @@ class Lives:
             logger.warning("at %s, the address of %s, %s answers", member.address, member.peer, there.peer)
             return False
         lives = welcome.process is not None and self._link.lives(welcome.process)
-        self._answers[life] = Answer(welcome.boot, welcome.process if lives else None, monotonic_s())
+        self._answers[life] = Answer(welcome.boot, member.address, welcome.process if lives else None, monotonic_s())
         if len(self._answers) > MAX_LIST:
             del self._answers[next(iter(self._answers))]
+        self._unanswered.pop(place, None)
+        return True
+
+    def _may_ask(self, place: tuple[str, int, str]) -> bool:
+        """Whether a stranger may be asked now. From then on it may not, for twice as long each time."""
+        now_s = monotonic_s()
+        due_s, pause_s = self._unanswered.get(place, (now_s, self._heartbeat_s))
+        self._spare = min(STRANGERS, self._spare + STRANGERS_PER_S * (now_s - self._spare_at_s))
+        self._spare_at_s = now_s
+        if now_s < due_s or self._spare < 1 or len(self._asking) >= MAX_ASKING:
+            return False
+        self._spare -= 1
+        self._unanswered.pop(place, None)
+        self._unanswered[place] = now_s + pause_s, min(2 * pause_s, MAX_PAUSE_BEATS * self._heartbeat_s)
+        if len(self._unanswered) > MAX_LIST:
+            del self._unanswered[next(iter(self._unanswered))]
         return True
 
     def replied(self, peer: str, reply: Reply) -> None:

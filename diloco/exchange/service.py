@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,6 +23,10 @@ from diloco.protocol.streams import Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.link import LinkRefused, Service
 from diloco.transport.pace import RateLimit
 
+MAX_STREAMS = 64
+"""Streams of parts that one peer may have here at once, and all strangers together: four times `network.streams`, for a
+contribution and a mean, and as many that are about to end. A stream costs 180 kB."""
+
 
 class ExchangeService(Service):
     """The `Service` of a peer's exchange: its answers to other peers. On the exchange's loop."""
@@ -30,12 +35,22 @@ class ExchangeService(Service):
         self.exchange, self._terms, self._archive = exchange, exchange.terms, exchange.archive
         self.max_part_bytes = exchange.terms.lane.max_part_bytes
         self._serving = RateLimit(exchange.terms.serve_bps)
+        self._streams: Counter[str] = Counter()
+        """Streams that are open, by sender; those of strangers have no name."""
 
     async def on_envelope(self, envelope: Envelope) -> Reply:
         return self.exchange.receive(envelope)
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> Reply:
-        return await self.exchange.lane.on_parts(header, parts)
+        name = header.sender.peer if self.exchange.machine.roster.is_proven(header.sender) else ""
+        if self._streams[name] >= MAX_STREAMS:
+            return Reply.TOO_EARLY
+        self._streams[name] += 1
+        try:
+            return await self.exchange.lane.on_parts(header, parts)
+        finally:
+            self._streams[name] -= 1
+            self._streams += Counter()  # without the names of those that have none
 
     def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
         self.exchange.lane.on_bytes(header, size_bytes)
@@ -50,7 +65,8 @@ class ExchangeService(Service):
         # A joiner asks them all for the state: who has no view yet, or has left its lineage, may have none for long.
         others = self.exchange.others if machine.commit is not None else self.exchange.copying.givers()
         if state is None:  # whom we met when we came ourselves, and may not have heard yet
-            met = (entry.member for entry in machine.roster if not (entry.left or entry.member.witness))
+            known = [entry for entry in machine.roster if entry.proven and not entry.left]
+            met = (entry.member for entry in known if not entry.member.witness)
             others = [*dict.fromkeys((*others, *met))]
         return Welcome(
             terms.contract_json,
@@ -182,7 +198,7 @@ def _peer(machine: Machine, member: Member, now: float) -> dict[str, Any]:
         "votes": member.peer in machine.electorate.names(),
         "abstains": machine.abstains if mine else beat is not None and beat.abstains,
         "version": machine.version if mine else beat.version if beat else -1,
-        "reached": mine or machine.roster.reaches(member),
+        "reached": mine or machine.roster.reaches(machine.roster.latest(member)),
         "heard_s_ago": 0.0 if mine or entry is None else round(now - entry.heard_at_s, 1),
         **asdict(progress),
     }

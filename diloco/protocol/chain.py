@@ -170,7 +170,8 @@ class Chain:
         """
         me, now = self.membership.me, self._post.now
         comes = self.lineage.copying  # the state, with the commit on which it stands: all before would be sent in vain
-        if source != me and now >= self._catching_up_until and not (comes or me.witness or source.witness):
+        useless = comes or me.witness or source.witness or not self.membership.may_call(source)
+        if source != me and now >= self._catching_up_until and not useless:
             self._catching_up_until = now + self._timing.stall_s
             self._post.emit(fx.CatchUp(source))
 

@@ -35,8 +35,8 @@ class Lineage:
     def __init__(self, name: str, forks: tuple[m.Fork, ...], rules: Rules, timing: Timing, post: Post) -> None:
         self._rules, self._timing, self._post = rules, timing, post
         self.name = name
-        self.forks = forks
-        """Lineages that led to ours."""
+        self.forks = forks[-m.MAX_FORKS :]
+        """Lineages that led to ours, the latest of them."""
         self._target: tuple[m.Fork, ...] = ()
         """History of the lineage whose state this peer copies; empty: none."""
         self._target_since_s = post.now
@@ -64,8 +64,9 @@ class Lineage:
         return self.may_fork or answered
 
     def on_heartbeat(self, sender: Member, body: m.Heartbeat) -> None:
-        """Learn the lineages that led to ours."""
-        if len(body.forks) > len(self.forks):
+        """Learn the lineages that led to ours, from a member; a peer without a view, from whoever names them."""
+        named = self.chain.commit is None or self.membership.is_member(sender)
+        if named and len(body.forks) > len(self.forks):
             self.forks = body.forks
 
     # ------------------------------------------------------------ founding
@@ -155,6 +156,8 @@ class Lineage:
         if (membership.founder and commit is None) or roster.is_earlier(envelope.sender, now):
             return
         membership.introduce(envelope.sender)  # so that it hears of us, too
+        if not membership.may_call(envelope.sender):
+            return  # its state would be copied from an address that is its own word
         # A peer outside the view follows the lineage that it asked to join, while its members or its founder speak.
         members = [entry.member for entry in roster if entry.heartbeat and not entry.heartbeat.joining]
         hears_members = any(map(membership.lives, members))
@@ -179,14 +182,14 @@ class Lineage:
 
     def founds_on(self, forks: tuple[m.Fork, ...]) -> None:
         """These lineages led to the one that this peer is to found."""
-        self.forks = forks
+        self.forks = forks[-m.MAX_FORKS :]
 
     # ------------------------------------------------------------ moving on
 
     def adopt(self, commit: Commit) -> None:
         """Follow a commit into its lineage, which may be one apart from ours."""
         if self.chain.commit is not None and commit.lineage != self.name:
-            self.forks = (*self.forks, m.Fork(self.name, commit.tokens))
+            self.forks = (*self.forks, m.Fork(self.name, commit.tokens))[-m.MAX_FORKS :]
         self.name = commit.lineage
         self._target = ()
         self._alone_since = None

@@ -176,6 +176,8 @@ class Machine:
             if isinstance(body, m.Heartbeat):
                 chain.compare(sender, body, envelope.head)
         reply = m.Reply.OK
+        if isinstance(body, m.OfAttempt) and body.attempt > self._acceptor.attempt + m.MAX_ATTEMPTS_AHEAD:
+            return m.Reply.MALFORMED
         if isinstance(body, VOTING):
             if body.height == chain.height and chain.commit is not None and envelope.head != chain.commit.digest:
                 return m.Reply.OTHER_HEAD

@@ -105,6 +105,12 @@ class Membership:
         found = commit.member(member.peer) if commit else None
         return found is not None and found.incarnation == member.incarnation
 
+    def may_call(self, member: Member) -> bool:
+        """Whether calls may go to a member's address: the view has it, or the roster more than the member's word."""
+        return self.roster.is_proven(member) or any(
+            (one, one.address) == (member, member.address) for one in self.chain.view
+        )
+
     def newcomers(self) -> list[Member]:
         """Joiners on the roster for the next view: at this version, or so near that commits bring them there."""
         known = {member.peer for member in self.alive()}
@@ -224,7 +230,7 @@ class Membership:
 
     def replayed(self, envelope: m.Envelope) -> bool:
         """Whether this message was taken before; from now on it was."""
-        return self.admission.replayed(envelope)
+        return self.admission.replayed(envelope, self._post.now)
 
     # ------------------------------------------------------------ heartbeats
 
@@ -296,7 +302,7 @@ class Membership:
         joins = isinstance(body, m.Heartbeat) and body.joining
         if not joins or not self.roster.is_unreached(joiner, self._post.now):
             return False
-        if self.roster.turns_away(joiner):
+        if self.roster.turns_away(joiner, self._post.now):
             self._post.emit(fx.Note(f"nobody reaches {joiner.address}, so that {joiner.peer} cannot join", False))
         return True
 

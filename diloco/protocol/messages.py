@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Final
 
-from diloco.base.types import Commit, Counted, MaxLength, Member, MinValue, Progress, StateVersion
+from diloco.base.types import Commit, Counted, LineageName, MaxLength, Member, MinValue, Progress, StateVersion
 from diloco.protocol.greetings import Greeting, Invite
 
 MAX_REASON: Final = 4096
@@ -18,6 +18,9 @@ Reason = Annotated[str, MaxLength(MAX_REASON, cut=True)]
 """A sentence for people; `MAX_REASON` characters of it travel."""
 Attempt = Annotated[int, MinValue(-1)]
 """Number of an attempt; -1: none."""
+MAX_ATTEMPTS_AHEAD: Final = 1 << 20
+"""Attempts by which a message may be ahead of its receiver. They come one by one, a few a minute, and each peer repeats
+the latest: one lie with the last number there is would leave no attempt for anybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,14 @@ class OfAttempt:
 class Fork:
     """A lineage of the run that was left, and its committed tokens at that moment."""
 
-    lineage: str
+    lineage: LineageName
     tokens: int
+
+
+MAX_FORKS: Final = 16
+"""Lineages that a peer remembers and names to others in each heartbeat: the latest."""
+Forks = Annotated[tuple[Fork, ...], MaxLength(MAX_FORKS)]
+"""Lineages that led to a peer's own, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,7 @@ class Heartbeat:
     progress: Progress
     committed_tokens: int = 0
     """Tokens of the sender's chain of commits: where two lineages meet, the one with more goes on."""
-    forks: tuple[Fork, ...] = ()
+    forks: Forks = ()
     """The lineages that led to the sender's, oldest first."""
     deaf: bool = False
     """The sender has heard nobody for its `suspect_s`: nobody shall wait for it."""
@@ -229,7 +238,7 @@ class Envelope:
     run: str
     contract: str
     """Digest of the sender's contract."""
-    lineage: str
+    lineage: LineageName
     sender: Member
     boot: int
     """The sender's process (`Counted`): of those of one life only the latest is heard."""

@@ -78,12 +78,14 @@ class Post:
             self.send(member, body)
 
     def send(self, to: Member, body: m.Body) -> None:
-        """Emit a protocol message as an effect; one to this peer itself is handled at once. A commit may have an old
-        address of a member."""
+        """Emit a protocol message as an effect; one to this peer itself is handled at once, and none goes to an address
+        that is a stranger's own word. A commit may have an old address of a member."""
         to = self.membership.roster.latest(to)
         me, commit, rules = self.membership.me, self.chain.commit, self._rules
         if to == me:
             self.deliver(body)
+            return
+        if not self.membership.may_call(to):
             return
         self._sequence += 1
         head = commit.digest if commit else ""

@@ -6,25 +6,29 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diloco.base.types import Member, Phase
 from diloco.protocol.messages import Envelope, Heartbeat, Reply
 
 WINDOW = 1024
 """Messages of one peer that may overtake each other. Calls run side by side, so that order is not kept."""
+MAX_JUMP, QUIET_S = 1 << 20, 16.0
+"""Numbers that a peer may leave out between two messages, unless it was not heard for so many seconds: it may have been
+cut off. One lie with the last number there is would make all later ones of a peer that speaks count as old."""
 MAX_NAMES = 1024
 """Peers that are remembered whether or not they are still there."""
 
 
 class Admission:
-    """Refuses protocol messages of another run or contract, and replayed ones: one number and 128 bytes per peer."""
+    """Refuses protocol messages of another run or contract, and replayed ones: two numbers and 128 bytes per peer."""
 
     def __init__(self, run: str, contract: str) -> None:
         self.run = run
         self.contract = contract
-        self._seen: dict[str, tuple[tuple[int, int], int, int]] = {}
-        """By peer: its latest life and process, the highest number of its messages, and a bit for each just below."""
+        self._seen: dict[str, tuple[tuple[int, int], int, int, float]] = {}
+        """By peer: its latest life and process, the highest number of its messages, a bit for each just below, and the
+        time of the latest that was taken."""
 
     def same_training(self, run: str, contract: str) -> Reply:
         """OK if a protocol message's sender trains this run under this contract, else the reply that refuses it."""
@@ -32,13 +36,16 @@ class Admission:
             return Reply.OTHER_RUN
         return Reply.OK if contract == self.contract else Reply.OTHER_CONTRACT
 
-    def replayed(self, envelope: Envelope) -> bool:
-        """Whether this very protocol message came before. Asked once for each message of a life that may speak."""
+    def replayed(self, envelope: Envelope, now: float) -> bool:
+        """Whether this very protocol message came before, or its number is too far from those before (`MAX_JUMP`).
+        Asked once for each message of a life that may speak."""
         sender, sequence = envelope.sender, envelope.sequence
         process = sender.incarnation, envelope.boot
-        known, highest, bits = self._seen.get(sender.peer, (process, 0, 0))
+        known, highest, bits, taken_at_s = self._seen.get(sender.peer, (process, 0, 0, -math.inf))
         if known != process:
-            highest, bits = 0, 0
+            highest, bits, taken_at_s = 0, 0, -math.inf
+        if sequence > highest + MAX_JUMP and now - taken_at_s <= QUIET_S:
+            return True
         behind = max(highest - sequence, 0)
         replayed = sequence <= 0 or behind >= WINDOW
         if sequence > highest:
@@ -47,7 +54,7 @@ class Admission:
         if not replayed:
             replayed = bool(bits >> behind & 1)
             bits |= 1 << behind
-        self._seen[sender.peer] = (process, highest, bits)
+        self._seen[sender.peer] = (process, highest, bits, taken_at_s if replayed else now)
         return replayed
 
     def __len__(self) -> int:
@@ -79,6 +86,8 @@ class RosterEntry:
     """Versions that it was behind us when the heartbeat came: rounds may be shorter than heartbeats."""
     since_s: float = field(init=False)
     """Time at which the life came onto the roster."""
+    vouched: bool = False
+    """A view, a welcome or the directory named it; else it named itself."""
     answered: bool = False
     """It has answered a message of ours. To be heard is another matter."""
     boot: int = 0
@@ -99,10 +108,26 @@ class RosterEntry:
         self.since_s = self.heard_at_s
 
     @property
+    def proven(self) -> bool:
+        """Whether its address is more than its own word: before that nothing but one `Hello` at a time goes there."""
+        return self.vouched or self.answered
+
+    @property
     def going(self) -> bool:
         """Whether it said goodbye, or is about to."""
         beat = self.heartbeat
         return self.left or (beat is not None and (beat.leaving or beat.progress.phase in GOING))
+
+
+@dataclass(frozen=True, slots=True)
+class Stranger:
+    """A peer of another lineage on the roster."""
+
+    member: Member
+    seen_s: float
+    """Time at which it spoke last."""
+    answered: bool = False
+    """It has answered a message of ours at its address."""
 
 
 class Roster:
@@ -116,7 +141,9 @@ class Roster:
         """Contributions of a peer that no honest peer sends. Kept when the peer goes and comes back."""
         self._entries: dict[str, RosterEntry] = {}
         self._remembered: set[str] = set()
-        self._strangers: dict[str, tuple[Member, float]] = {}
+        self._strangers: dict[str, Stranger] = {}
+        self._turned_away_s = -math.inf
+        """Time at which a joiner was turned away last, and people heard so."""
 
     def __iter__(self) -> Iterator[RosterEntry]:
         return iter(self._entries.values())
@@ -142,10 +169,10 @@ class Roster:
         if peer == self.me.peer and incarnation == self.me.incarnation:
             return self.me
         known = self._entries.get(peer)
-        if peer in self._strangers:
-            stranger, seen_s = self._strangers[peer]
-            if stranger == member and (known is None or seen_s > known.heard_at_s):  # it went on in another lineage
-                return stranger
+        stranger, heard_at_s = self._strangers.get(peer), known.heard_at_s if known is not None else -math.inf
+        went_on = stranger is not None and stranger.answered and stranger.seen_s > heard_at_s  # in another lineage
+        if stranger is not None and went_on and stranger.member == member:
+            return stranger.member
         return known.member if known is not None and known.member.incarnation == incarnation else member
 
     # ------------------------------------------------------------ lives of a peer
@@ -161,15 +188,16 @@ class Roster:
             if member.peer == self.me.peer:
                 continue
             if known is not None and member.incarnation == known.member.incarnation:
+                known.vouched = True
                 if not self._lives(known, now):
                     known.member = member  # it may have gone on at another address
                 continue
             if known is not None and member.incarnation in known.former:
                 continue  # a view may keep its vote; that does not bring it back
             if known is None or known.member in before:
-                self._entries[member.peer] = self._next_life(known, member, now)
+                self._add(self._next_life(known, member, now, vouched=True))
             elif member.incarnation > known.member.incarnation and not self._lives(known, now):
-                self._entries[member.peer] = RosterEntry(member, now, former=known.former)
+                self._add(RosterEntry(member, now, vouched=True, former=known.former))
 
     def may_speak(self, member: Member, now: float) -> bool:
         """Whether the roster lets `member` speak: not an earlier life, nor where another process has the name."""
@@ -210,8 +238,9 @@ class Roster:
             return
         known = self.get(member)
         if known is None:
-            known = self._entries[member.peer] = self._next_life(self._entries.get(member.peer), member, now)
-        known.member = member
+            known = self._add(self._next_life(self._entries.get(member.peer), member, now))
+        if not known.proven:
+            known.member = member  # else it goes on at another address once it has answered there
         known.heard_at_s = now
         if heartbeat is not None:
             if known.heartbeat is not None and heartbeat.moved_bytes > known.heartbeat.moved_bytes:
@@ -238,9 +267,19 @@ class Roster:
         known = self._entries.get(member.peer)
         return known is not None and self._precedes(member, known, now)
 
+    def _add(self, entry: RosterEntry) -> RosterEntry:
+        """Add an entry to the roster. Where that is full, of those whom nobody vouched for one that never answered, and
+        was heard longest ago, makes room."""
+        if len(self._entries) >= MAX_NAMES and entry.member.peer not in self._entries:
+            others = [one for one in self if not one.vouched]
+            if others:
+                del self._entries[min(others, key=lambda one: (one.answered, one.heard_at_s)).member.peer]
+        self._entries[entry.member.peer] = entry
+        return entry
+
     @staticmethod
-    def _next_life(known: RosterEntry | None, member: Member, now: float) -> RosterEntry:
-        entry = RosterEntry(member, now)
+    def _next_life(known: RosterEntry | None, member: Member, now: float, vouched: bool = False) -> RosterEntry:
+        entry = RosterEntry(member, now, vouched=vouched)
         if known is not None:
             entry.former.extend((*known.former, known.member.incarnation))
         return entry
@@ -248,13 +287,18 @@ class Roster:
     # ------------------------------------------------------------ signs of life
 
     def introduce(self, member: Member, now: float) -> None:
-        """Note on the roster a peer of another lineage. It gets our heartbeats, and no entry under its name changes."""
-        self._strangers[member.peer] = (member, now)
+        """Note on the roster a peer of another lineage. It gets our heartbeats once it has answered, and no entry under
+        its name changes."""
+        known = self._strangers.get(member.peer)
+        if known is None and len(self._strangers) >= MAX_NAMES:
+            return
+        same = known is not None and known.member == member and known.member.address == member.address
+        self._strangers[member.peer] = Stranger(member, now, same and known is not None and known.answered)
 
     def strangers(self, now: float) -> list[Member]:
         """Peers of other lineages on the roster that spoke lately."""
-        self._strangers = {peer: seen for peer, seen in self._strangers.items() if now - seen[1] <= self.suspect_s}
-        return [member for member, _ in self._strangers.values()]
+        self._strangers = {peer: one for peer, one in self._strangers.items() if now - one.seen_s <= self.suspect_s}
+        return [one.member for one in self._strangers.values() if one.answered]
 
     def has_later(self, member: Member) -> bool:
         """Whether another life of a peer has taken its place on the roster."""
@@ -267,14 +311,32 @@ class Roster:
             known.unreachable = True
 
     def answered(self, member: Member) -> None:
-        """Note on the roster that this life of a peer answered a message: it can be reached."""
+        """Note on the roster that this life of a peer answered a message at this address: it can be reached."""
         if (known := self.get(member)) is not None:
+            known.member = member
             known.answered, known.unreachable = True, False
+        stranger = self._strangers.get(member.peer)
+        if stranger is not None and stranger.member == member and stranger.member.address == member.address:
+            self._strangers[member.peer] = replace(stranger, answered=True)
+
+    def is_proven(self, member: Member) -> bool:
+        """Whether the roster has more than the own word of this life of a peer that it is at this address."""
+        known, stranger = self.get(member), self._strangers.get(member.peer)
+        found = [known.member] if known is not None and known.proven else []
+        found += [stranger.member] if stranger is not None and stranger.answered else []
+        return any(one == member and one.address == member.address for one in found)
+
+    def awaits(self, member: Member) -> bool:
+        """Whether this life of a peer, of this lineage or another, is on the roster and not proven at this address."""
+        stranger = self._strangers.get(member.peer)
+        here = self.get(member) is not None or (stranger is not None and stranger.member == member)
+        return here and not self.is_proven(member)
 
     def reaches(self, member: Member) -> bool:
-        """Whether this life of a peer has answered, and nothing since then could not be delivered to it."""
+        """Whether this life of a peer has answered at this address, and nothing since then could not be delivered."""
         known = self.get(member)
-        return known is not None and known.answered and not known.unreachable
+        here = known is not None and known.member.address == member.address
+        return here and known is not None and known.answered and not known.unreachable
 
     def is_unreached(self, member: Member, now: float) -> bool:
         """Whether a joiner has been heard for a while and never answered: others cannot reach the address it gives."""
@@ -282,10 +344,13 @@ class Roster:
         patient = known is None or now - known.since_s <= min(REACHED_WITHIN * self.suspect_s, MAX_UNREACHED_S)
         return known is not None and not known.answered and not patient
 
-    def turns_away(self, joiner: Member) -> bool:
-        """Note on the roster that a joiner, which is heard, is turned away. Returns whether that is news."""
+    def turns_away(self, joiner: Member, now: float) -> bool:
+        """Note on the roster that a joiner, which is heard, is turned away. Returns whether that is news: of one joiner
+        a second, lest a flood of them fill the log."""
         known = self._entries[joiner.peer]
-        news, known.turned_away = not known.turned_away, True
+        news = not known.turned_away and now >= self._turned_away_s + 1.0
+        if news:
+            known.turned_away, self._turned_away_s = True, now
         return news
 
     def left(self, member: Member) -> None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Final
 
-from diloco.base.types import Commit, HexDigest, MaxLength, Member, MinLength, MinValue, StateVersion
+from diloco.base.types import Commit, HexDigest, LineageName, MaxLength, Member, MinLength, MinValue, StateVersion
 from diloco.protocol.greetings import Acquaintance
-from diloco.protocol.messages import Fork
+from diloco.protocol.messages import Forks
 
 CHUNK_BYTES = 1 << 20
 """Most payload bytes in one message; gRPC's default limit of 4 MiB per message stays in force."""
@@ -34,7 +34,7 @@ class StreamHeader:
 
     run: str
     contract: str
-    lineage: str
+    lineage: LineageName
     sender: Member
     kind: Kind
     height: int
@@ -80,7 +80,7 @@ class Welcome:
 
     contract: Annotated[bytes, MaxLength(MAX_CONTRACT_BYTES)]
     """Canonical JSON of the contract."""
-    lineage: str
+    lineage: LineageName
     version: StateVersion
     """Version of the outer state that can be copied."""
     founded: bool
@@ -92,7 +92,7 @@ class Welcome:
     """Digest of the canonical layout: a joiner's model must have the same."""
     data: str
     """Fingerprint of the training data; empty when each peer has its own."""
-    forks: tuple[Fork, ...] = ()
+    forks: Forks = ()
     """The lineages that led to this one, oldest first."""
     process: ProcessId | None = None
     """The process at the far end of this connection, which set it. None: its death has no proof."""

@@ -387,12 +387,8 @@ def goes_on(mine: Sequence[Fork], other: Sequence[Fork]) -> bool:
 def parted_at(mine: Sequence[Fork], other: Sequence[Fork]) -> int:
     """Committed tokens at which two histories of lineages parted.
 
-    A history lists the lineages that led to a peer's own, each with the tokens at which it was left; the last entry is
-    the peer's own, with its tokens now. Histories that share nothing parted at 0.
+    A history lists the latest lineages that led to a peer's own, each with the tokens at which it was left; the last
+    entry is the peer's own, with its tokens now. Histories that share nothing parted at 0.
     """
-    parted = 0
-    for own, theirs in zip(mine, other, strict=False):
-        if own.lineage != theirs.lineage:
-            break
-        parted = min(own.tokens, theirs.tokens)
-    return parted
+    left_at = {theirs.lineage: theirs.tokens for theirs in other}
+    return next((min(own.tokens, left_at[own.lineage]) for own in reversed(mine) if own.lineage in left_at), 0)

@@ -50,12 +50,10 @@ UNUSED_S: Final = 300.0
 """An address is forgotten after so long without a call, or twice that. A peer that comes back has another port, as a
 rule, and gRPC keeps 60 kB for each address, connected or not."""
 
-_CONTROL, _BULK = 0, 1
-"""Numbers of the connections to one address: control messages, and from here on bulk."""
+_CONTROL, _BULK = 0, 1  # numbers of the connections to one address: control messages, and from here on bulk
 
 KEEP_ALIVE_S = 20.0
-"""A stream that has nothing to send for so long sends an empty message. Before a mean is made a slow link may need
-minutes for the contributions, and `serve` ends a stream that is silent for a minute."""
+"""A stream with nothing to send for so long sends an empty message: `serve` ends one that is silent for a minute."""
 
 M = TypeVar("M")
 
@@ -128,7 +126,7 @@ class GrpcLink(Link):
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
         request = peer_pb2.HelloRequest(wire_version=convert.WIRE_VERSION)
-        answer = await self._ask(address, lambda peer: peer.Hello(request, timeout=timeout_s))
+        answer = await self._ask(address, lambda peer: peer.Hello(request, timeout=timeout_s), once=True)
         return parsed(convert.welcome_from_wire, answer)
 
     async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
@@ -189,18 +187,16 @@ class GrpcLink(Link):
             raise LinkRefused(Reply.MALFORMED, "the stream ended before the last chunk of the state")
 
     async def status(self, address: str, timeout_s: float) -> str:
-        request = peer_pb2.StatusRequest()
-        return (await self._ask(address, lambda peer: peer.Status(request, timeout=timeout_s))).json
+        return (await self._ask(address, lambda peer: peer.Status(peer_pb2.StatusRequest(), timeout=timeout_s))).json
 
     async def close(self) -> None:
         """Close all gRPC connections; calls that are under way are cancelled."""
-        opened, self._connections = self._connections, {}
-        for connections in opened.values():
-            await connections.close()
+        while self._connections:
+            await self._connections.popitem()[1].close()
 
-    async def _ask(self, address: str, ask: Callable[[PeerAsyncStub], Awaitable[M | None]]) -> M:
+    async def _ask(self, address: str, ask: Callable[[PeerAsyncStub], Awaitable[M | None]], once: bool = False) -> M:
         """A peer's answer to a gRPC call of one message."""
-        async with self._connected(address) as connections:
+        async with self._connected(address, once) as connections:
             return _there(await ask(connections.peer()))
 
     @asynccontextmanager
@@ -212,9 +208,11 @@ class GrpcLink(Link):
             yield replies
 
     @asynccontextmanager
-    async def _connected(self, address: str) -> AsyncIterator[_Connections]:
-        """The gRPC connections to a peer, kept open for one call. Raises gRPC's errors as the link's."""
-        connections = self._connections.setdefault(address, _Connections(partial(self._open, address)))
+    async def _connected(self, address: str, once: bool = False) -> AsyncIterator[_Connections]:
+        """The gRPC connections to a peer, kept open for one call. Raises gRPC's errors as the link's. `once`: closed
+        after it, as the address is perhaps a stranger's word: gRPC would keep 60 kB for it, and go on dialling."""
+        connections = _Connections(partial(self._open, address))
+        connections = connections if once else self._connections.setdefault(address, connections)
         connections.calls += 1
         try:
             await self._forget_unused()
@@ -226,6 +224,8 @@ class GrpcLink(Link):
         finally:
             connections.calls -= 1
             connections.used_s = monotonic_s()
+            if once:
+                await connections.close()
 
     async def _forget_unused(self) -> None:
         """Close the gRPC connections to addresses without a call for `UNUSED_S`; looks for them as rarely."""

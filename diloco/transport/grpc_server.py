@@ -8,6 +8,7 @@ the memory of messages.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from google.protobuf.message import DecodeError, Message
 from diloco.base.errors import ResourceError
 from diloco.identity.keys import Keys
 from diloco.protocol.messages import Reply
-from diloco.protocol.streams import Part, StreamHeader
+from diloco.protocol.streams import MAX_CHUNKS, Part, StreamHeader
 from diloco.transport.address import join_address, split_address
 from diloco.transport.link import LinkRefused, LinkSlow, Service
 from diloco.transport.process import raise_file_limit, this_process
@@ -39,6 +40,9 @@ REPORT_S: Final = 0.02
 FETCH_MESSAGE_BYTES: Final = 1 << 16
 """Payload of a message of an answer, of which the caller does not report how fast it takes them. At 0.2 Mb/s one takes
 2.6 s, and whole it must be there within `stall_s`."""
+MAX_FETCHES: Final = 128
+"""Answers to fetches that are under way at once; one host has half of them at most. An answer holds a chunk of the
+state, or a part of a mean, until the caller takes it."""
 
 MAX_MEMBERS: Final = 256
 """Members whose connections a server has room for; the directory lists as many."""
@@ -158,6 +162,8 @@ class _Handlers(PeerServicer):
     def __init__(self, service: Service, idle_s: float) -> None:
         self._service = service
         self._idle_s = idle_s
+        self._fetches: Counter[str] = Counter()
+        """Answers to fetches that are under way, by the caller's host."""
 
     async def Hello(self, request: peer_pb2.HelloRequest, context: Context) -> peer_pb2.Welcome:
         async with _refusing(context):
@@ -173,14 +179,14 @@ class _Handlers(PeerServicer):
             await self._write(context, parts_pb2.SendPartsReply(reply=reply))
 
     async def FetchCommits(self, request: parts_pb2.FetchCommitsRequest, context: Context) -> None:  # type: ignore[override]
-        async with _refusing(context):
+        async with _refusing(context), self._fetching(context):
             async for closed in self._service.on_fetch_commits(request.since):
                 header = parts_pb2.CommitHeader(commit=convert.commit_to_wire(closed.commit), parts=len(closed.parts))
                 await self._write(context, parts_pb2.FetchCommitsReply(header=header))
                 await self._write_parts(context, closed.parts, parts_pb2.FetchCommitsReply)
 
     async def FetchMean(self, request: parts_pb2.FetchMeanRequest, context: Context) -> None:  # type: ignore[override]
-        async with _refusing(context):
+        async with _refusing(context), self._fetching(context):
             payloads = await self._service.on_fetch_mean(request.mean_digest)
             if payloads is None:
                 raise LinkRefused(Reply.STALE, "that mean is not here")
@@ -188,11 +194,13 @@ class _Handlers(PeerServicer):
             await self._write_parts(context, payloads, parts_pb2.FetchMeanReply)
 
     async def FetchStateOffer(self, request: peer_pb2.FetchStateOfferRequest, context: Context) -> peer_pb2.StateOffer:
-        async with _refusing(context):
+        async with _refusing(context), self._fetching(context):
             return convert.state_offer_to_wire(await self._service.on_state_offer(request.have))
 
     async def FetchState(self, request: parts_pb2.FetchStateRequest, context: Context) -> None:  # type: ignore[override]
-        async with _refusing(context):
+        async with _refusing(context), self._fetching(context):
+            if len(request.chunks) > MAX_CHUNKS or len(set(request.chunks)) < len(request.chunks):
+                raise LinkRefused(Reply.MALFORMED, f"each chunk of a state once, {MAX_CHUNKS} at most")
             for index in request.chunks:
                 payload = await self._service.on_state_chunk(request.digest, index)
                 if payload is None:
@@ -207,6 +215,19 @@ class _Handlers(PeerServicer):
 
     async def Status(self, request: peer_pb2.StatusRequest, context: Context) -> peer_pb2.StatusReply:
         return peer_pb2.StatusReply(json=self._service.on_status())
+
+    @asynccontextmanager
+    async def _fetching(self, context: Context) -> AsyncIterator[None]:
+        """A fetch over gRPC while it is answered. Raises LinkRefused where too many are under way already."""
+        host = context.peer().rpartition(":")[0]
+        if self._fetches.total() >= MAX_FETCHES or 2 * self._fetches[host] >= MAX_FETCHES:
+            raise LinkRefused(Reply.TOO_EARLY, "too many fetches are under way")
+        self._fetches[host] += 1
+        try:
+            yield
+        finally:
+            self._fetches[host] -= 1
+            self._fetches += Counter()  # without the hosts that have none
 
     async def _deliver(self, request: control_pb2.Sealed) -> Reply:
         return await self._service.on_envelope(parsed(convert.unseal, request))

@@ -347,12 +347,13 @@ class SimulatedConduct:
     def _check_beat(
         self, host: SimulatedProcess, life: Conduct, sender: Member, beat: m.Heartbeat, effects: Sequence[fx.Effect]
     ) -> None:
-        """Check that nobody waits for a peer that hears nobody, and that one that is behind gets the latest commit."""
+        """Check that nobody waits for a peer that hears nobody, and that one that is behind, and has answered at its
+        address, gets the latest commit."""
         machine = host.machine
         life.lag[sender], life.joining[sender] = machine.version - beat.version, beat.joining
         if beat.deaf and sender in machine.alive():
             raise Violation("I7", f"{host.name} waits for {sender.peer}, which hears nobody")
-        if machine.commit is None:
+        if machine.commit is None or machine.roster.awaits(sender):
             return
         late = beat.version < machine.version and host.now - life.stood_s >= HEARTBEAT_S
         if not beat.founded or beat.version < machine.version - 1 or late:

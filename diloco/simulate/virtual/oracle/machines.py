@@ -55,9 +55,9 @@ class SimulatedMachines:
         receive, ask = exchange.receive, exchange.lives.ask
         asked_s: dict[tuple[str, int], float] = {}
 
-        async def on_ask(member: Member, boot: int) -> bool:
+        async def on_ask(member: Member, boot: int, stranger: bool = False) -> bool:
             asked_s[member.peer, member.incarnation] = self.world.now
-            return await ask(member, boot)
+            return await ask(member, boot, stranger)
 
         def check(member: Member, heard_s: float) -> None:
             idle = not process.alive or process.loop.stopped or process.leaving
