@@ -31,6 +31,7 @@ TOKENS, BLOCKS = 32, 2
 CONTRACT: dict[str, Any] = {
     "run": {"name": "paper", "total_tokens": 10**6},
     "model": {"layers": 2, "dim": 16, "heads": 2},
+    "inner": {"steps": 2, "batch_size": 2},
     "sync": {"fragments": 2, "part_elements": 4096},
     "codec": {"name": "int8"},
 }
@@ -101,7 +102,7 @@ class PaperRun:
     def close_founding(self, lineage: str, peers: Sequence[PaperPeer]) -> Commit:
         """Begin a lineage where these peers stand."""
         line = peers[0].line
-        before, names = line.commit, [peer.name for peer in peers]
+        before, names, need = line.commit, [peer.name for peer in peers], self.contract.lease_blocks
         commit = Commit(
             version=line.state.version,
             height=before.height + 1 if before else 0,
@@ -113,9 +114,9 @@ class PaperRun:
             omitted=(),
             mean_digest="",
             tokens=before.tokens if before else 0,
-            leases=advance(before.leases, {}, names, 4) if before else found(names, 4),
+            leases=advance(before.leases, {}, names, need) if before else found(names, need),
             state_digest=line.state.digest,
-            voters=tuple(Voter(peer.name, peer.line.boot, line.state.version - 1) for peer in peers),
+            voters=(Voter(names[0], peers[0].line.boot, line.state.version - 1),),
         )
         self.apply(Closed(commit, ()), peers)
         return commit
@@ -144,6 +145,7 @@ class PaperRun:
         counted = tuple(
             Counted(name, one.boot, one.base_version, one.weight, one.tokens, one.blocks) for name, one in sent.items()
         )
+        used = {one.peer: one.blocks for one in counted}
         commit = replace(
             before,
             version=before.version + 1,
@@ -153,7 +155,7 @@ class PaperRun:
             counted=counted,
             omitted=tuple(omitted),
             tokens=before.tokens + sum(one.tokens for one in counted),
-            leases=advance(before.leases, {one.peer: one.blocks for one in counted}, [m.peer for m in before.view], 4),
+            leases=advance(before.leases, used, [m.peer for m in before.view], self.contract.lease_blocks),
             state_digest=at.line.state.digest,
         )
         parts = []

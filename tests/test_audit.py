@@ -9,9 +9,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +23,11 @@ from diloco.accounts.left_off import left_off
 from diloco.accounts.replay import replay
 from diloco.base.errors import DilocoError, StateError, UsageError
 from diloco.base.sealed import sealed_line
-from diloco.base.types import Blocks, Commit, Omitted
+from diloco.base.types import Blocks, Commit, Omitted, Voter
 from diloco.outer.line import Diverged
+from diloco.peer.peer import Peer
+from diloco.protocol.claims import Bounds
+from diloco.protocol.leases import advance
 from diloco.storage.checkpoint import _digest, _encode, load
 from tests.lines import restored, step_outer, take_back
 from tests.paper import TOKENS, PaperRun
@@ -145,7 +150,7 @@ def test_a_contribution_counted_twice_is_i2(run: PaperRun) -> None:
     for one in run.peers.values():
         one.journal._ledger.committed(again, "f" * 64, False, one.journal.totals)  # type: ignore[union-attr]
     result = audit([run.root])
-    assert rules(result) == {"I2"}
+    assert rules(result) == {"I2", "I9"}  # nobody but one that lies counts it
     assert "its contribution on version 4 is already in version 5" in {v.text for v in result.violations}
     assert {v.peer for v in result.violations} >= {"a", "b", "c"}
 
@@ -155,9 +160,9 @@ def test_a_block_trained_twice_is_i2(run: PaperRun) -> None:
     closed = run.close(peers[0], peers)
     held = {**closed.commit.leases.held, "a": (Blocks(0, 4),)}
     run.apply(replace(closed, commit=replace(closed.commit, leases=replace(closed.commit.leases, held=held))), peers)
-    assert audit([run.root]).clean  # a lease alone trains nothing
+    assert rules(audit([run.root])) == {"I9"}  # a lease alone trains nothing
     run.round()
-    (finding,) = audit([run.root]).violations
+    (finding,) = [one for one in audit([run.root]).violations if one.rule != "I9"]
     assert (finding.rule, finding.peer, finding.version) == ("I2", "a", 7)
     assert finding.text == "block 0 was trained for version 1 by a already"
 
@@ -176,6 +181,36 @@ def test_credit_for_what_an_earlier_life_trained_is_i2(run: PaperRun) -> None:
     again.journal.committed(run.commits[-1], None)
     result = audit([run.root])
     assert any("-32 uncommitted" in finding.text for finding in result.violations)
+
+
+@pytest.mark.parametrize(
+    ("change", "lie"),
+    [
+        ({"tokens": 10**15}, "are not the"),
+        ({"height": 9}, "does not follow height"),
+        ({"voters": []}, "it has no voters"),
+        ({"fragment": 1}, "does not move fragment 1"),
+    ],
+)
+def test_a_commit_that_no_honest_peer_drafts_is_i9(run: PaperRun, change: dict[str, Any], lie: str) -> None:
+    for name in "abc":
+        rewrite(run.root / name, lambda fields: fields["commit"].update(change))
+    (finding,) = [one for one in audit([run.root]).violations if one.rule == "I9"]
+    assert (finding.version, lie in finding.text) == (5, True)
+
+
+def test_tokens_that_no_contribution_may_claim_are_given_up_and_the_progress_stays(run: PaperRun) -> None:
+    """Of a peer that was alone for long. What the others would refuse is not offered."""
+    a = run.peers["a"]
+    a.journal.trained(100_000, 0)
+    bounds = Bounds.of(run.contract)
+    before = {name: parameter.clone() for name, parameter in a.line.parameters.items()}
+    rules = SimpleNamespace(rules=SimpleNamespace(bounds=bounds))
+    peer = SimpleNamespace(line=a.line, journal=a.journal, exchange=SimpleNamespace(terms=rules))
+    Peer.limit_claim(peer)  # type: ignore[arg-type]
+    assert (a.line.trained.tokens, a.journal.discarded_tokens) == (bounds.max_tokens, 100_000 - bounds.max_tokens)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in a.line.parameters.items())
+    assert audit([run.root]).clean
 
 
 def test_tokens_that_vanish_without_a_reason_are_i2(run: PaperRun) -> None:
@@ -326,8 +361,11 @@ def test_without_the_ledger_of_a_founder_that_left_nobody_is_accused(run: PaperR
     _, b, c = run.peers.values()
     peers = run.offer([b, c])
     closed = run.close(b, peers)
-    view = tuple(member for member in closed.commit.view if member.peer != "a")
-    run.apply(replace(closed, commit=replace(closed.commit, view=view)), peers)
+    before, view = run.commits[-1], tuple(member for member in closed.commit.view if member.peer != "a")
+    used, names = {one.peer: one.blocks for one in closed.commit.counted}, [member.peer for member in view]
+    held = advance(before.leases, used, names, run.contract.lease_blocks)
+    voters = (Voter("b", 0, closed.commit.version),)
+    run.apply(replace(closed, commit=replace(closed.commit, view=view, voters=voters, leases=held)), peers)
     run.round(peers)
     assert audit([run.root]).clean
     assert audit([run.root / "b", run.root / "c"]).clean

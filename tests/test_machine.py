@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from diloco.base.types import Commit, Counted, Leases, Member, Omitted, Progress, Voter
 from diloco.exchange.service import status_json
 from diloco.protocol import effects as fx
+from diloco.protocol import leases
 from diloco.protocol import messages as m
 from diloco.protocol.acceptor import seat_after
+from diloco.protocol.claims import Bounds
 from diloco.protocol.machine import Machine
 from diloco.protocol.reduction import Reduction, Tally, Times, covers, well_formed
 from diloco.protocol.roster import MAX_JUMP, MAX_NAMES, QUIET_S, WINDOW, Admission, Roster
@@ -45,6 +47,7 @@ NAMES = ["a", "b", "c", "d"]
 A, B, C, D = MEMBERS = [Member(name, number, f"{name}:1") for number, name in enumerate(NAMES, 1)]
 WITNESS = Member("w", 9, "w:1", witness=True)
 SYNC = Policy(None, 0.0, 20.0)
+RULES = Rules("run", "contract", (6,), 1, Bounds("contract", fragments=1, lease_blocks=2), SYNC, 4)
 NEAR = 3
 """Versions from which commits bring a peer to ours: the backlog of `standing` less one."""
 BodyT = TypeVar("BodyT")
@@ -297,7 +300,7 @@ def slowest_s(shares: tuple[float, ...], send_bps: tuple[int, ...]) -> float:
 
 
 def test_the_status_tells_the_rate() -> None:
-    machine = Machine(A, Rules("run", "contract", (6,), 1, 2, SYNC, 4), Timing(0.5, 4.0, 4.0), "lineage", True, 0.0)
+    machine = Machine(A, RULES, Timing(0.5, 4.0, 4.0), "lineage", True, 0.0)
     assert json.loads(status_json(machine, None, 0, (), 7, 0.0))["send_bps"] == 7
 
 
@@ -566,16 +569,26 @@ def standing(
     stall_s: float = 4.0,
 ) -> OnPaper:
     """The machine of a, which has just come to that version with b and c. `seat`: who leads the first attempt."""
-    rules = Rules("run", "contract", (6,), 3, 2, policy, 4)
+    rules = replace(RULES, start_peers=3, policy=policy)
     machine = OnPaper(A, rules, Timing(0.5, 4.0, stall_s))
     names = voters(view) if voting is None else tuple(voting)
+    held = leases.found([member.peer for member in view if not member.witness], RULES.bounds.lease_blocks)
     commits = (
-        Commit(version, version, "", "lineage", 0, view, (), (), "", tokens, Leases(0, {}), "", voters=names)
+        Commit(version, version, "", "lineage", 0, view, (), (), "", tokens, held, "", voters=names)
         for tokens in count()
     )
     commit = next(commit for commit in commits if seat is None or seat_after(commit, 0) == seat)
     machine.handle(m.StateHeld(version, "state", commit), 0.0)
     return machine
+
+
+def following(before: Commit, mean_digest: str) -> Commit:
+    """The commit of the next version, which counts b."""
+    counted, version, height = (Counted("b", 0, before.version, 1, 10, 0),), before.version + 1, before.height + 1
+    tokens, digests = before.tokens + 10, {"mean_digest": mean_digest, "state_digest": "state"}
+    return replace(
+        before, version=version, height=height, previous=before.digest, counted=counted, tokens=tokens, **digests
+    )
 
 
 @pytest.mark.parametrize(
@@ -618,7 +631,7 @@ def test_nobody_takes_part_in_a_begin_out_of_turn() -> None:
     """Only the coordinator of an attempt begins it, and a peer that has gone on to a later one does not go back."""
 
     def begins(attempt: int, sender: Member, height: int = 7) -> bool:
-        begin = m.Begin(height, attempt, (Counted("b", 0, 7, 1, 2, 3),), (A, B, C), (m.Span("b", 0, 6),), "state")
+        begin = m.Begin(height, attempt, (Counted("b", 0, 7, 1, 2, 2),), (A, B, C), (m.Span("b", 0, 6),), "state")
         return any(isinstance(effect, fx.BeginReduction) for effect in machine.hear(sender, begin, 0.1))
 
     machine = standing(7)
@@ -646,7 +659,7 @@ def test_who_said_goodbye_promises_and_accepts_nothing_more(asks: type) -> None:
     goodbyes = sends(machine.handle(m.LeaveWanted(now=True), 0.2), m.Goodbye)
     assert [to for to, _ in goodbyes] == [B, C]
     assert machine.gone
-    proposed = replace(commit, version=8, height=8, previous=commit.digest, mean_digest="mean")
+    proposed = following(commit, "mean")
     body = m.Gather(7, attempt, "again") if asks is m.Gather else m.Propose(7, attempt, proposed)
     assert machine.receive(said(C, body, head=commit.digest), 0.3) == (m.Reply.STALE, [])
     assert machine.handle(m.Tick(), 9.0) == []
@@ -658,10 +671,10 @@ def test_a_mean_equal_to_an_earlier_version_s_has_to_be_here_anew() -> None:
     first = machine.commit
     assert first is not None
     machine.handle(m.MeanHeld("mean"), 0.1)
-    second = replace(first, version=8, height=8, previous=first.digest, mean_digest="mean")
+    second = following(first, "mean")
     machine.receive(said(C, m.Committed(second), head=second.digest), 0.2)
     assert machine.commit == second
-    third = replace(second, version=9, height=9, previous=second.digest)
+    third = following(second, "mean")
     leader = machine._acceptor.seat(0)
     machine.receive(said(leader, m.Propose(8, 0, third), head=second.digest), 0.3)
     assert machine._acceptor.accepted == (-1, None)
@@ -747,7 +760,7 @@ def test_a_mean_is_given_up_only_when_an_operator_answers_for_all_who_may_have_i
     commit = machine.commit
     assert commit is not None
     attempt = next(attempt for attempt in range(1, 9) if machine._acceptor.seat(attempt) == A)
-    accepted = replace(commit, version=8, height=8, previous=commit.digest, mean_digest="with b and c")
+    accepted = following(commit, "with b and c")
     now = 4.5  # b and c are silent
     notes: list[str] = []
 
@@ -1195,7 +1208,7 @@ def test_each_fragment_has_the_contributions_of_all_peers_in_turn() -> None:
 
 def test_the_status_tells_of_who_answers_also_outside_the_view() -> None:
     """Else there is no address to print, and `diloco status` of a peer at the door failed. A former life is another."""
-    machine = Machine(B, Rules("run", "contract", (6,), 1, 2, SYNC, 4), Timing(0.5, 4.0, 4.0), "lineage", False, 0.0)
+    machine = Machine(B, RULES, Timing(0.5, 4.0, 4.0), "lineage", False, 0.0)
     machine._chain.commit = Commit(
         1, 1, "", "lineage", 0, (A, replace(B, incarnation=1), C), (), (), "", 0, Leases(0, {}), ""
     )
@@ -1277,3 +1290,113 @@ def test_two_histories_that_meet_stop_the_vote_until_a_person_decides() -> None:
     machine.receive(said(Member("operator", 0, ""), m.Evict("b", B.incarnation), 0), 0.3)
     assert machine.conflict == ""
     assert [to for to, _ in sends(machine.hear(C, m.Gather(7, seat, "again"), 0.4), m.Ready)] == [C]
+
+
+# ---------------------------------------------------------------- members that lie
+
+
+def led() -> tuple[OnPaper, Member, int]:
+    """The machine of a at version 7, with the coordinator and the number of a later attempt that is not its own."""
+    machine = standing(7)
+    attempt = next(attempt for attempt in range(1, 9) if machine._acceptor.seat(attempt) != A)
+    return machine, machine._acceptor.seat(attempt), attempt
+
+
+LIES: list[dict[str, object]] = [
+    {"version": 9},
+    {"height": 9},
+    {"tokens": 10**15},
+    {"voters": ()},
+    {"voters": (Voter("b", 0, -1), Voter("x", 0, 8))},
+    {"voters": voters((A, B, C), since=3)},
+    {"view": (A, B, C, A)},
+    {"leases": Leases(10**9, {})},
+    {"counted": ()},
+    {"counted": (Counted("b", 0, 7, 2**40, 10, 0),)},
+    {"counted": (Counted("b", 0, 7, 1, 10, 3),)},
+    {"counted": (Counted("b", 0, 6, 1, 10, 0),)},
+    {"counted": (Counted("x", 0, 7, 1, 10, 0),)},
+    {"omitted": (Omitted("c", 0, 1),)},
+    {"evicted": ("x",)},
+    {"mean_digest": ""},
+    {"state_digest": ""},
+    {"fragment": 1},
+    {"fragment": -1},
+    {"drafter": "b"},
+]
+"""Each changes one thing in a commit that an honest peer drafts."""
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: f"{next(iter(lie.items()))}"[:60])
+def test_a_commit_that_no_honest_peer_drafts_is_not_voted_for_nor_followed(lie: dict[str, object]) -> None:
+    for told in (m.Propose, m.Committed):
+        machine, seat, attempt = led()
+        assert machine.commit is not None
+        before, commit = machine.commit, replace(following(machine.commit, "mean"), **lie)  # type: ignore[arg-type]
+        machine.handle(m.MeanHeld("mean"), 0.1)
+        effects = machine.hear(seat, m.Propose(7, attempt, commit) if told is m.Propose else m.Committed(commit), 0.2)
+        assert (machine._acceptor.accepted, machine.commit) == ((-1, None), before)
+        assert any(isinstance(effect, fx.Note) and f"refused, from {seat.peer}" in effect.reason for effect in effects)
+        assert machine.roster.offences == {seat.peer: 1}
+        assert machine.attempt == (attempt + 1 if told is m.Propose else 0)  # the next in turn coordinates
+
+
+def test_the_honest_one_is_voted_for_and_followed() -> None:
+    machine, seat, attempt = led()
+    assert machine.commit is not None
+    commit = following(machine.commit, "mean")
+    machine.handle(m.MeanHeld("mean"), 0.1)
+    machine.hear(seat, m.Propose(7, attempt, commit), 0.2)
+    assert machine._acceptor.accepted == (attempt, commit)
+    machine.hear(seat, m.Committed(commit), 0.3)
+    assert machine.commit == commit
+
+
+def test_a_founding_within_a_lineage_is_not_followed() -> None:
+    """It needs no mean and no vote: any member could take the run over with it."""
+    machine = standing(7)
+    before = machine.commit
+    assert before is not None
+    names = {"view": (B,), "voters": voters((B,), since=6), "leases": leases.found(["b"], 2)}
+    founding = replace(before, height=8, previous=before.digest, fragment=-1, state_digest="state", **names)
+    machine.hear(B, m.Committed(founding), 0.1)
+    assert machine.commit == before
+
+
+@pytest.mark.parametrize(
+    "offer", [m.Offer(0, 7, 2**40, 10, 0), m.Offer(0, 7, 1, 10**16, 0), m.Offer(0, 7, 1, 10, 3)], ids=str
+)
+def test_a_claim_that_no_honest_peer_makes_is_not_counted_and_not_waited_for(offer: m.Offer) -> None:
+    machine = standing(7, seat=A)
+    honest = m.Offer(0, 7, 1, 10, 0)
+    machine.handle(m.Offered(honest), 0.1)
+    effects = machine.hear(C, m.Ready(7, 0, offer, "state"), 0.1)
+    assert any(isinstance(effect, fx.Note) and "refused, from c: c claims" in effect.reason for effect in effects)
+    begins = sends(machine.hear(B, m.Ready(7, 0, honest, "state"), 0.2), m.Begin)
+    assert {tuple(entry.peer for entry in begin.contributors) for _, begin in begins} == {("a", "b")}
+    assert machine.roster.offences == {"c": 1}
+
+
+def test_a_begin_with_such_a_claim_is_refused() -> None:
+    machine = standing(7, seat=B)
+    begin = m.Begin(7, 0, (Counted("b", 0, 7, 2**40, 2, 2),), (A, B, C), (m.Span("b", 0, 6),), "state")
+    stalled = sends(machine.hear(B, begin, 0.1), m.Stalled)
+    assert ([to for to, _ in stalled], machine.reducing) == ([B], None)
+
+
+@pytest.mark.parametrize("counts", [3, 1])
+def test_a_proposal_counts_whom_its_mean_was_made_of(counts: int) -> None:
+    """Else what the others gave is in the weights and stays their progress: it counts twice."""
+    machine = reducing()
+    for part, sender in product((0, 1), (B, C)):
+        machine.handle(m.ContributionArrived(7, 0, sender.peer, part), 0.5)
+    for part in (0, 1):
+        machine.handle(m.PartFolded(7, 0, part), 0.5)
+    for part, owner in enumerate("bbcc", 2):
+        machine.handle(m.MeanArrived(7, 0, owner, part), 0.5)
+    commit = sends(machine.handle(m.MeanHeld("mean", 7, 0), 0.6), m.Propose)[0][1].commit
+    counted = commit.counted[:counts]
+    proposed = replace(commit, counted=counted, tokens=sum(entry.tokens for entry in counted) - 30 + commit.tokens)
+    attempt = next(attempt for attempt in range(1, 9) if machine._acceptor.seat(attempt) == B)
+    machine.hear(B, m.Propose(7, attempt, proposed, 7, 0), 0.7)
+    assert machine._acceptor.accepted[1] == (commit if counts == 3 else None)

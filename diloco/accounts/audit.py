@@ -5,6 +5,7 @@
         and the tokens that a version counts of a life, that life books as committed or as discarded
     I5  every checkpoint is of a committed version, with its state; no version is missing between the first and the last
     I8  under `wait` a commit has one successor; a new lineage begins only where a peer founded it
+    I9  a commit is one that an honest peer makes of the commit before, by the contract (`diloco.protocol.claims`)
 
 A ledger that is damaged, or that no peer wrote so, is left out and reported as a violation (`ledger`).
 
@@ -17,16 +18,19 @@ checkpoint.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from diloco.accounts.books import Book, ChainRecord, RecordedLife, chain_of, open_books, peer_folders
 from diloco.accounts.ledger import Record
-from diloco.base.errors import StateError
+from diloco.base.errors import DilocoError, StateError
 from diloco.base.readable import readable_text
 from diloco.base.types import Commit, Counted, Member
+from diloco.config.load import contract_from_json
+from diloco.protocol.claims import Bounds, why_malformed, why_no_successor
 from diloco.protocol.leases import front
 from diloco.storage.checkpoint import CHECKPOINTS, load, saved_state
 
@@ -105,7 +109,7 @@ def examine(books: Sequence[Book], chain: ChainRecord) -> Audit:
     result = Audit(lineages=len({commit.lineage for commit in chain.commits.values()}))
     lives = [(life.opening["peer"], life) for book in books for life in book.lives]  # a folder may have seen two names
     result.violations += [*_agreement(chain), *_exactly_once(chain), *_balances(lives)]
-    result.violations += [*_kept_and_counted(lives, chain), *_lineage_findings(books, chain)]
+    result.violations += [*_kept_and_counted(lives, chain), *_lineage_findings(books, chain), *_lies(books, chain)]
     # Where a disk was full, records are missing for a known reason. Then a missing version is only a note.
     (result.notes if any(life.of("gap") for _, life in lives) else result.violations).extend(_missing(chain))
     result.notes += _notes(books, chain)
@@ -146,7 +150,7 @@ def _exactly_once(chain: ChainRecord) -> list[Finding]:
 
 
 def _counted_twice(path: Sequence[Commit]) -> Iterator[Finding]:
-    """Audit of a path of commits: contributions and data blocks that two of them count, sums of tokens that are off."""
+    """Audit of a path of commits: contributions and data blocks that two of them count."""
     seen: dict[tuple[str, int, int], int] = {}
     for commit in path:
         for counted in commit.counted:
@@ -166,11 +170,6 @@ def _counted_twice(path: Sequence[Commit]) -> Iterator[Finding]:
     for (_, stop, peer, version), (start, _, other, again) in itertools.pairwise(used):
         if start < stop:
             yield Finding("I2", other, again, 0, f"block {start} was trained for version {version} by {peer} already")
-    for before, commit in itertools.pairwise(path):
-        tokens = sum(counted.tokens for counted in commit.counted)
-        if commit.tokens != before.tokens + tokens:
-            text = f"{commit.tokens} tokens, but {before.tokens} were committed before and {tokens} are counted"
-            yield Finding("I2", "", commit.version, 0, text)
 
 
 def _balances(lives: Iterable[tuple[str, RecordedLife]]) -> Iterator[Finding]:
@@ -341,6 +340,31 @@ def _forks(books: Sequence[Book], chain: ChainRecord) -> Iterator[ChainFork]:
         yield ChainFork(children[0].version, lineages, discarded, not stranded)
 
 
+# ---------------------------------------------------------------- I9
+
+
+def _lies(books: Sequence[Book], chain: ChainRecord) -> Iterator[Finding]:
+    """Audit of I9, by the contract whose digest the ledgers name: commits that no honest peer drafts or follows."""
+    openings = (life.opening for book in books for life in book.lives)
+    bounds = next((bounds for opening in openings if (bounds := _bounds(opening)) is not None), None)
+    if bounds is None:
+        return
+    for commit in chain.commits.values():
+        before = chain.commits.get(commit.previous)
+        lie = why_no_successor(before, commit, bounds) if before is not None else why_malformed(commit, bounds)
+        if lie:
+            yield Finding("I9", "", commit.version, 0, lie)
+
+
+def _bounds(opening: Mapping[str, Any]) -> Bounds | None:
+    """Bounds of the contract in a ledger's `open` record; None: it is not the one with the digest there, or none."""
+    try:
+        contract = contract_from_json(json.dumps(opening["contract"]))
+    except DilocoError:
+        return None
+    return Bounds.of(contract) if contract.digest == opening["contract_digest"] else None
+
+
 # ---------------------------------------------------------------- notes and the table
 
 
@@ -411,7 +435,7 @@ def audit_text(result: Audit) -> str:
         lines.append(f"fork at version {fork.version}: {goes_on} goes on, {lost}; {healed}")
     lines += [f"note: {_finding_text(finding)}" for finding in result.notes]
     lines += [f"VIOLATION {finding.rule}: {_finding_text(finding)}" for finding in result.violations]
-    verdict = f"{len(result.violations)} violations" if result.violations else "no violations of I1, I2, I5, I8"
+    verdict = f"{len(result.violations)} violations" if result.violations else "no violations of I1, I2, I5, I8, I9"
     return "\n".join([*lines, "", verdict])
 
 

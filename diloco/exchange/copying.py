@@ -12,6 +12,7 @@ from diloco.exchange.lanes import Lanes
 from diloco.exchange.statesync import download, why_useless
 from diloco.exchange.terms import LaneTerms
 from diloco.outer.state import OuterState
+from diloco.protocol.claims import why_malformed
 from diloco.protocol.machine import Machine
 from diloco.protocol.messages import Fork
 from diloco.protocol.streams import StateOffer
@@ -54,7 +55,8 @@ class StateCopier:
             oldest = known.copying_from = known.leads_from
 
             def useless(offer: StateOffer) -> str:
-                return why_useless(offer, machine.lineage, commit, oldest, known.state_of(offer.version))
+                lie = why_malformed(offer.commit, machine.rules.bounds) if offer.commit is not None else ""
+                return lie or why_useless(offer, machine.lineage, commit, oldest, known.state_of(offer.version))
 
             try:
                 state, offer = await download(

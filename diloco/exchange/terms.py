@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from diloco.compress import Codec
 from diloco.outer.average import max_mean_bytes
 from diloco.outer.fragments import Layout
-from diloco.outer.line import Weighing
 from diloco.outer.state import OuterOptimizer
+from diloco.protocol.claims import Weighing
 from diloco.protocol.view import Rules, Timing
 
 

@@ -243,6 +243,7 @@ class PeerLife:
         if not overlaps:
             peer.report(phase=Phase.SYNCING)
         if line.sent is None:
+            peer.limit_claim()
             yield from peer.do(line.measuring(overlaps), seconds=seconds)
         elif overlaps:
             peer.keep_local()

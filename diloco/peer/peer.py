@@ -155,6 +155,13 @@ class Peer:
         now(self.do(Drop()))
         self.journal.discarded(book_drop(self.line), reason)
 
+    def limit_claim(self) -> None:
+        """Give up the credit for tokens that one contribution may not claim (`Bounds`). Their progress counts."""
+        more = self.line.trained.tokens - self.exchange.terms.rules.bounds.max_tokens
+        if more > 0:
+            self.line.trained.tokens -= more
+            self.journal.discarded(more, "more tokens than a contribution may claim: the progress stays")
+
     # ------------------------------------------------------------ entering
 
     @property

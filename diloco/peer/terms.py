@@ -16,10 +16,11 @@ from diloco.config.site import Site
 from diloco.exchange.terms import LaneTerms, Terms
 from diloco.island import Island
 from diloco.outer.fragments import Layout, Weights
-from diloco.outer.line import Line, Weighing
+from diloco.outer.line import Line
 from diloco.outer.merge import open_merge
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState, places
+from diloco.protocol.claims import Bounds, Weighing
 from diloco.protocol.messages import Fork
 from diloco.protocol.streams import MAX_CHUNKS, Welcome
 from diloco.protocol.view import Policy, Rules, Timing
@@ -87,7 +88,7 @@ def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
         contract=contract.digest,
         parts=parts,
         start_peers=membership.start_peers,
-        lease_blocks=contract.lease_blocks,
+        bounds=Bounds.of(contract),
         policy=Policy(
             quorum_peers={"sync": None, "quorum": membership.quorum_peers, "async": 1}[membership.policy],
             grace_s=membership.grace_s,

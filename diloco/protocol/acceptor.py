@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from diloco.base.types import Commit, Member
 from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
+from diloco.protocol.claims import why_no_successor
 from diloco.protocol.post import Post
 from diloco.protocol.view import Rules, Timing
 from diloco.protocol.vote import Restored, VoteRecord, seat
@@ -117,24 +118,28 @@ class Acceptor:
         current = self.chain.current(sender, body.height)
         if not current or body.attempt < self.attempt or sender != self.seat(body.attempt):
             return
-        if not self._follows(body.commit):
+        if lie := self._why_refused(body):
+            self.membership.lied(sender, f"it proposes a commit that cannot be: {lie}")
+            self._post.next_attempt(body.attempt + 1, self._post.reason)
             return
         if body.attempt > self.attempt:
             self._post.next_attempt(body.attempt, "a later attempt proposes a commit")
         self._proposal = body
+        if body.commit.moves and self.contributor.has_other_mean(body):
+            self.contributor.complain_of_mean()
+            return
         if not body.commit.moves or self.membership.me.witness or self.contributor.holds(body.commit.mean_digest):
             self.accept(body)
-        elif self.contributor.has_other_mean(body):
-            self.contributor.complain_of_mean()
         elif not self.contributor.mean_is_coming():
             self.fetch(body)
 
-    def _follows(self, commit: Commit) -> bool:
-        """Whether a proposed commit follows ours: it makes the next version, or only changes members."""
-        before, chain = self.chain.commit, self.chain
-        if before is None or commit.founds or (commit.previous, commit.height) != (before.digest, before.height + 1):
-            return False
-        return commit.version == (chain.making if commit.moves else chain.version)
+    def _why_refused(self, proposal: m.Propose) -> str:
+        """Reason why no honest peer proposes this; empty: one may."""
+        before, commit = self.chain.commit, proposal.commit
+        assert before is not None
+        if commit.founds:
+            return "a founding is not voted on"
+        return why_no_successor(before, commit, self._rules.bounds)
 
     def look_again(self) -> None:
         """A mean came: vote for what another peer's attempt proposes, if that is it."""

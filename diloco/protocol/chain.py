@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from diloco.base.types import Commit, Member
 from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
+from diloco.protocol.claims import why_malformed, why_no_successor
 from diloco.protocol.post import Post
 from diloco.protocol.view import Rules, Timing
 
@@ -187,6 +188,8 @@ class Chain:
 
     def decide(self, commit: Commit, source: Member) -> None:
         """A commit holds: close its version if its mean is held or on its way, else request that."""
+        if self._refuses(commit, source):
+            return
         founds = self.commit is None and commit.founds and commit.version == self.state.version
         follows = self.commit is not None and commit.previous == self.commit.digest
         held = follows and (not commit.moves or self.contributor.holds(commit.mean_digest))
@@ -198,12 +201,22 @@ class Chain:
         if not follows or not self.contributor.mean_is_coming():
             self._catch_up(source)
 
+    def _refuses(self, commit: Commit, source: Member) -> bool:
+        """Whether no honest peer drafts this commit, be it what follows ours or any: it is not followed."""
+        bounds = self._rules.bounds
+        ours = self.commit
+        follows = ours is not None and commit.previous == ours.digest
+        lie = why_no_successor(ours, commit, bounds) if ours and follows else why_malformed(commit, bounds)
+        if lie:
+            self.membership.lied(source, f"a commit that cannot be: {lie}")
+        return bool(lie)
+
     def on_learned(self, event: m.Learned) -> None:
         """Move on to a commit that was fetched with its mean."""
         self._catching_up_until = self._post.now
         follows = self.commit is not None and event.commit.previous == self.commit.digest
         founds = self.commit is None and event.commit.version == self.state.version
-        if follows or founds:
+        if (follows or founds) and not self._refuses(event.commit, self.membership.me):
             self._close(event.commit)
 
     def _close(self, commit: Commit) -> None:

@@ -10,6 +10,7 @@ from diloco.base.types import Member
 from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.protocol.acceptor import seat_after
+from diloco.protocol.claims import why_not_counted
 from diloco.protocol.post import Post
 from diloco.protocol.reduction import Reduction, as_counted, covers, well_formed
 from diloco.protocol.view import Rules, Timing, owner_of_parts
@@ -81,9 +82,15 @@ class Contributor:
         return whole if whole is not None and all(map(whole.explains, whole.omitted.values())) else None
 
     def has_other_mean(self, proposal: m.Propose) -> bool:
-        """Whether the reduction that the proposal is of came to another mean here."""
-        whole = self.whole
-        return whole is not None and whole.key == (proposal.reduction_height, proposal.reduction_attempt)
+        """Whether the reduction that the proposal is of came to another mean here, or counts others in it."""
+        whole, commit = self.whole, proposal.commit
+        key = proposal.reduction_height, proposal.reduction_attempt
+        # A later attempt may have to propose what was accepted before, and then names no reduction.
+        if whole is None or not (key == whole.key or (proposal.attempt == 0 and key == (-1, -1))):
+            return False
+        if commit.mean_digest != whole.mean_digest:
+            return not self.holds(commit.mean_digest)
+        return whole.counted() != (commit.counted, commit.omitted)
 
     def complain_of_mean(self) -> None:
         """Tell the leader of the reduction whose mean is here, and another one elsewhere: it is to begin anew."""
@@ -183,7 +190,8 @@ class Contributor:
         if sender != seat_after(head, body.attempt) or me not in body.receivers or me.witness:
             return
         members = [member.peer for member in head.view]
-        if not well_formed(body, self._rules.parts[self.chain.fragment], members):
+        lies = (why_not_counted(entry, head, self._rules.bounds) for entry in body.contributors)
+        if any(lies) or not well_formed(body, self._rules.parts[self.chain.fragment], members):
             self._post.send(sender, m.Stalled(*body.key, (), "malformed Begin"))
             return
         if here and body.attempt > acceptor.attempt:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
-from diloco.protocol import leases
 from diloco.protocol import messages as m
+from diloco.protocol.claims import why_no_successor, why_not_counted
 from diloco.protocol.post import Post
-from diloco.protocol.reduction import Lead, Reduction, Tally
+from diloco.protocol.reduction import Lead, Reduction, Tally, as_counted
 from diloco.protocol.view import GroupDecision, Policy, Rules, Timing, as_spans, decide, in_turn, respan, spans
 from diloco.protocol.vote import Promised, choices, choose
 
@@ -42,7 +43,7 @@ class Coordinator:
         self._lead: Lead | None = None
         """The record of the reduction that this peer began for the version being made."""
         self._without: tuple[str, ...] = ()
-        """Peers whose contributions made the attempt before fail."""
+        """Peers whose contributions made the attempt before fail, or whose offer no honest peer makes."""
         self.mean_lost_with: tuple[str, ...] = ()
         """Trainers that do not live and may have the mean of a version that was accepted, which no live one has."""
         self._entered_at = self._resend_at = post.now
@@ -82,17 +83,23 @@ class Coordinator:
             return
         if acceptor.seat(body.attempt) != membership.me or body.attempt < acceptor.attempt:
             return
-        if body.offer is not None:
-            # Nobody can have used more data than it holds, or measured against another version than this.
-            assert chain.commit is not None
-            held = leases.count(chain.commit.leases.held.get(sender.peer, ()))
-            here = body.offer.base_version == chain.version
-            if sender.witness or not here or body.offer.weight <= 0 or body.offer.blocks > held:
-                return
+        if body.offer is not None and (sender.witness or body.offer.base_version != chain.version):
+            return
+        assert chain.commit is not None
+        bounds, lie = self._rules.bounds, ""
+        if body.accepted is not None and (lie := why_no_successor(chain.commit, body.accepted, bounds)):
+            membership.lied(sender, f"it accepted a commit that cannot be: {lie}")
+            return
         if body.attempt > acceptor.attempt:
             self._post.next_attempt(body.attempt, f"{sender.peer} asked for attempt {body.attempt}")
         if self._tally is None:
             self._tally = Tally(acceptor.attempt)
+        if body.offer is not None:
+            lie = why_not_counted(as_counted(sender.peer, body.offer), chain.commit, bounds)
+        if lie:  # the promise counts
+            membership.lied(sender, lie)
+            self._without = tuple(dict.fromkeys((*self._without, sender.peer)))
+            body = replace(body, offer=None)
         self._tally.hear(sender.peer, membership.boot_of(sender), body, self._post.now)
         self.coordinate()
 

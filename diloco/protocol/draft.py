@@ -51,7 +51,7 @@ class Drafter:
             omitted=omitted,
             mean_digest=reduction.mean_digest,
             tokens=before.tokens + sum(entry.tokens for entry in counted),
-            leases=leases.advance(before.leases, used, names, self._rules.lease_blocks, left),
+            leases=leases.advance(before.leases, used, names, self._rules.bounds.lease_blocks, left),
             state_digest=reduction.begin.state_digest,
         )
 
@@ -133,6 +133,6 @@ class Drafter:
             counted=(),
             omitted=(),
             mean_digest="",
-            leases=leases.advance(before.leases, {}, [*before.leases.held, *trainers], self._rules.lease_blocks),
+            leases=leases.advance(before.leases, {}, [*before.leases.held, *trainers], self._rules.bounds.lease_blocks),
             state_digest="",
         )

@@ -87,7 +87,7 @@ class Lineage:
     def _founding(self, view: Sequence[Member], before: Commit | None, lineage: str) -> Commit:
         """The first commit of a lineage, its view and leases: it moves no anchor."""
         names = [member.peer for member in view if not member.witness]
-        need, state = self._rules.lease_blocks, self.chain.state
+        need, state = self._rules.bounds.lease_blocks, self.chain.state
         granted = leases.advance(before.leases, {}, names, need) if before else leases.found(names, need)
         return Commit(
             version=state.version,

@@ -371,6 +371,12 @@ class Membership:
         for peer in peers:
             self.roster.offended(peer)
 
+    def lied(self, sender: Member, lie: str) -> None:
+        """A peer says what no honest peer says: note that, and count it as an offence, unless we fetched it."""
+        self._post.note(f"refused, from {sender.peer}: {lie}")
+        if sender != self.me:
+            self.offended((sender.peer,))
+
     # ------------------------------------------------------------ another view, or lineage
 
     def part_with(self, peers: Collection[str]) -> None:

@@ -15,6 +15,7 @@ from statistics import median
 from types import MappingProxyType
 
 from diloco.base.types import Commit, Member
+from diloco.protocol.claims import Bounds
 from diloco.protocol.messages import Fork, Span
 from diloco.protocol.vote import Voters
 
@@ -70,8 +71,7 @@ class Rules:
     parts: tuple[int, ...]
     """Parts of each fragment."""
     start_peers: int
-    lease_blocks: int
-    """Data blocks that every trainer holds at least after a commit."""
+    bounds: Bounds
     policy: Policy
     backlog_versions: int
     """Commits that members keep for peers that are behind."""

@@ -8,8 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.__main__ import main as diloco
+from diloco.base.types import Commit, Voter
 from diloco.exchange.engine import Exchange
 from diloco.protocol import messages as m
+from diloco.protocol.draft import Drafter
+from diloco.protocol.membership import Membership
 
 LIES: dict[str, Callable[[], None]] = {}
 """Each changes this process before it becomes a peer."""
@@ -31,6 +34,32 @@ def _offers(**changed: Any) -> None:
     setattr(Exchange, "_feed", fed)  # noqa: B010
 
 
+def _drafts(forge: Callable[[Commit], Commit]) -> None:
+    """All version commits that we propose are forged."""
+    draft = Drafter.version_commit
+    setattr(Drafter, "version_commit", lambda drafter, reduction: forge(draft(drafter, reduction)))  # noqa: B010
+
+
+def _announces(forge: Callable[[Commit], Commit]) -> None:
+    """With each heartbeat we say that a commit holds which nobody has voted for."""
+    beat = Membership.beat
+
+    def lying(membership: Membership) -> None:
+        head = membership.chain.commit
+        if head is not None and membership.in_view:
+            forged = replace(forge(head), height=head.height + 1, previous=head.digest)
+            membership._post.send_all([one for one in head.view if one != membership.me], m.Committed(forged))
+        beat(membership)
+
+    setattr(Membership, "beat", lying)  # noqa: B010
+
+
+def _only_us(head: Commit, **changed: Any) -> Commit:
+    """A commit that moves no anchor and makes no version, after that one."""
+    nothing: dict[str, Any] = {"fragment": -1, "counted": (), "omitted": (), "mean_digest": "", "evicted": ()}
+    return replace(head, **nothing, **changed)
+
+
 @lie
 def many_tokens() -> None:
     """A contribution of more tokens than a run has ends that run at its first version."""
@@ -41,6 +70,52 @@ def many_tokens() -> None:
 def much_weight() -> None:
     """The mean is the liar's."""
     _offers(weight=2**40)
+
+
+@lie
+def many_blocks() -> None:
+    """A contribution uses more data than the lease has."""
+    _offers(blocks=10**9)
+
+
+@lie
+def no_weight() -> None:
+    """A contribution that weighs nothing is divided by."""
+    _offers(weight=0)
+
+
+@lie
+def forged_tokens() -> None:
+    """The coordinator's commit has all tokens of the run."""
+    _drafts(lambda commit: replace(commit, tokens=commit.tokens + 10**15))
+
+
+@lie
+def forged_leases() -> None:
+    """The coordinator's commit takes all data."""
+    _drafts(lambda commit: replace(commit, leases=replace(commit.leases, cursor=10**12)))
+
+
+@lie
+def forged_voters() -> None:
+    """The coordinator's commit has no voters, and whatever is said suffices."""
+    _drafts(lambda commit: replace(commit, voters=()))
+
+
+@lie
+def announced_tokens() -> None:
+    """A view commit ends the run."""
+    _announces(lambda head: _only_us(head, drafter="liar", state_digest="", tokens=10**15))
+
+
+@lie
+def announced_founding() -> None:
+    """A founding within the lineage takes it over."""
+
+    def founding(head: Commit) -> Commit:
+        return _only_us(head, drafter="", state_digest="f" * 64, voters=(Voter("liar", 0, head.version - 1),))
+
+    _announces(founding)
 
 
 if __name__ == "__main__":

@@ -2,32 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from scripts.attacks.victims import CALM_S, Attack, NotHeld, Victims
 
-
-def many_tokens(victims: Victims) -> str:
-    """A contribution claims more tokens than the run has left."""
-    victims.join_liar("liar", "many-tokens")
-    _goes_on(victims)
-    return ""
+VOTES_S = 60.0
+"""For a member to be named a voter, which coordinates."""
 
 
-def much_weight(victims: Victims) -> str:
-    """A contribution claims a weight that makes the mean its own."""
-    victims.join_liar("liar", "much-weight")
-    _goes_on(victims)
-    return ""
+def claims(lie: str) -> Callable[[Victims], str]:
+    """A contribution claims what no honest peer can (`scripts.attacks.liar`)."""
+
+    def attack(victims: Victims) -> str:
+        victims.join_liar("liar", lie)
+        assert victims.row is not None
+        victims.row.versions_during = victims.versions_in(CALM_S)
+        if any("liar" in event["counted"] for event in victims.events("p0", "version")):
+            raise NotHeld("the liar was counted")
+        return _caught(victims)
+
+    return attack
 
 
-def _goes_on(victims: Victims) -> None:
-    """Versions go on without the liar's claim: no commit counts it as it says."""
-    assert victims.row is not None
-    victims.row.versions_during = victims.versions_in(CALM_S)
-    if any("liar" in event["counted"] for event in victims.events("p0", "version")):
-        raise NotHeld("the liar was counted")
+def forges(lie: str, coordinates: bool = False) -> Callable[[Victims], str]:
+    """A member has others take a commit that no honest peer makes: as a coordinator, or without asking anybody."""
+
+    def attack(victims: Victims) -> str:
+        victims.join_liar("liar", lie)
+        if coordinates:
+            caught = lambda: any("proposes a commit that cannot be" in why for why in _refusals(victims))  # noqa: E731
+            victims.until(caught, "the liar coordinates", VOTES_S)
+        assert victims.row is not None
+        victims.row.versions_during = victims.versions_in(CALM_S)
+        return _caught(victims)
+
+    return attack
+
+
+def _refusals(victims: Victims) -> list[str]:
+    reasons = [str(event["text"]) for name in ("p0", "p1") for event in victims.events(name, "reason")]
+    return [reason for reason in reasons if reason.startswith("refused, from liar")]
+
+
+def _caught(victims: Victims) -> str:
+    """The first reason for which the liar was refused. Raises NotHeld where nobody says it, or the audit finds more."""
+    if not (found := _refusals(victims)):
+        raise NotHeld("nobody says who lies")
+    victims.audit()
+    return found[0]
 
 
 ATTACKS = (
-    Attack("many-tokens", "member", many_tokens, peers=2),
-    Attack("much-weight", "member", much_weight, peers=2),
+    Attack("many-tokens", "member", claims("many-tokens"), peers=2),
+    Attack("much-weight", "member", claims("much-weight"), peers=2),
+    Attack("many-blocks", "member", claims("many-blocks"), peers=2, short=False),
+    Attack("no-weight", "member", claims("no-weight"), peers=2, short=False),
+    Attack("forged-tokens", "member", forges("forged-tokens", coordinates=True), peers=2, short=False),
+    Attack("forged-leases", "member", forges("forged-leases", coordinates=True), peers=2, short=False),
+    Attack("forged-voters", "member", forges("forged-voters", coordinates=True), peers=2, short=False),
+    Attack("announced-tokens", "member", forges("announced-tokens"), peers=2),
+    Attack("announced-founding", "member", forges("announced-founding"), peers=2, short=False),
 )
