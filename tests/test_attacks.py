@@ -1,0 +1,22 @@
+"""Attacks on runs of real peers, those of `scripts/attack` that take least: one by an outsider, one by a member."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts.attacks.main import ATTACKS, line
+from scripts.attacks.victims import Attack, outcome
+
+SHOWN = ("idle-connections", "many-tokens")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", [one for one in ATTACKS if one.name in SHOWN], ids=lambda attack: attack.name)
+def test_a_run_goes_on_under_attack(attack: Attack, tmp_path: Path) -> None:
+    """By how much an attack slows a run, the script says; here, that versions go on and nothing false is taken."""
+    row = outcome(replace(attack, slower=1.0), tmp_path)
+    assert row.held, line(row)
+    assert row.versions_during, line(row)
