@@ -232,10 +232,10 @@ def test_radial_mean_is_made_of_what_was_decoded_and_encoded_once() -> None:
     weights, values = [1, 2, 3], contributions(3)
     payloads = [(weight, INT8.encode(v)) for weight, v in zip(weights, values, strict=True)]
     decoded = [INT8.decode(payload, 500) for _, payload in payloads]
-    folded = fold(payloads, 500, INT8, radial=True)
+    folded = fold(payloads, 500, INT8, rule="radial")
     assert folded == INT8.encode(radial_mean(decoded, weights)) != fold(payloads, 500, INT8)
     with pytest.raises(BadTerm) as refused:
-        fold([*payloads, (1, b"")], 500, INT8, radial=True)
+        fold([*payloads, (1, b"")], 500, INT8, rule="radial")
     assert refused.value.index == 3
     with pytest.raises(BadTerm, match="absurdly large"):
-        fold([*payloads, (1, INT8.encode(values[0] * 1000))], 500, INT8, 100.0, radial=True)
+        fold([*payloads, (1, INT8.encode(values[0] * 1000))], 500, INT8, 100.0, rule="radial")

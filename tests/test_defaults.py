@@ -22,6 +22,7 @@ from diloco.outer.average import Terms, fold, mean_into, unpack
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizers import Nesterov, Stepping
 from diloco.outer.pseudograd import aligned
+from diloco.outer.robust import ROBUST, Rule
 from diloco.outer.state import FragmentState, OuterState
 from tests.local import LocalWorld
 
@@ -105,18 +106,18 @@ def test_codecs_make_the_same_bytes(
 
 
 @pytest.mark.parametrize(
-    ("codec", "radial"),
+    ("codec", "rule"),
     [
-        pytest.param(codec, radial, id=f"{name}-{'radial' if radial else 'plain'}")
+        pytest.param(codec, rule, id=f"{name}-{rule}")
         for name, codec in CODECS.items()
-        for radial in ([False] if codec.gathered else [False, True])  # a bundle is no radial mean
+        for rule in (("mean",) if codec.gathered else ("mean", "radial", *ROBUST))  # a bundle is no radial mean
     ],
 )
-def test_means_are_the_same_bytes(codec: Codec, radial: bool, values: Tensor, changed: Callable[[], None]) -> None:
+def test_means_are_the_same_bytes(codec: Codec, rule: Rule, values: Tensor, changed: Callable[[], None]) -> None:
     payloads: Terms = [(weight, codec.encode(one)) for weight, one in zip((3, 5, 7), values, strict=True)]
 
     def made() -> tuple[bytes, bytes]:
-        mean = fold(payloads, ELEMENTS, codec, max_norm_ratio=10.0, radial=radial)
+        mean = fold(payloads, ELEMENTS, codec, max_norm_ratio=10.0, rule=rule)
         out = torch.empty_like(values[0])
         mean_into(mean, codec, out)
         return mean, raw(out)

@@ -358,6 +358,7 @@ def test_peers_read_in_orders_of_their_own() -> None:
         ("outer", {"warmup_steps": 3}, "outer.warmup_steps to be 0"),
         ("outer", {"weighting": "tokens"}, "outer.weighting"),
         ("outer", {"averaging": "radial"}, "outer.averaging"),
+        ("outer", {"aggregation": "clip"}, "outer.aggregation"),
         ("outer", {"momentum": 0.9}, "must be below 2 .* = 0.38"),
         ("sync", {"fragments": 2}, "sync.fragments to be 1"),
         ("sync", {"overlap": 1}, "sync.overlap to be 0"),

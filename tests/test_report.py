@@ -18,7 +18,7 @@ from diloco.observe import report
 from diloco.observe.event_log import read_events
 from diloco.observe.events import STEPS, TrainingProgress
 from diloco.observe.report import Table, write_plot, write_report
-from diloco.observe.run_folder import MAX_FLIGHTS, PeerTime, outcomes, read_run
+from diloco.observe.run_folder import MAX_FLIGHTS, Clipped, PeerTime, outcomes, read_run
 from diloco.observe.run_state import Notice, Stay
 from tests.helpers_events import (
     DYING,
@@ -143,6 +143,13 @@ def test_who_computed_and_who_waited(tmp_path: Path) -> None:
     text = text_of(page_of(tmp_path))
     assert "a 1 300 22.2 % 66.7 % 11.1 %" in text
     assert "b 1 100 89.5 % 10.5 % 0.0 %" in text
+
+
+def test_who_was_clipped(tmp_path: Path) -> None:
+    a1, a2 = version("a", 1, 10.0, clipped={"c": 2, "b": 1}), version("a", 2, 20.0, clipped={"c": 3})
+    write_events(tmp_path / "events.jsonl", [version("a", 0, 0.0), a1, version("b", 1, 10.0, clipped={"c": 4}), a2])
+    assert read_run(tmp_path).clipped == [Clipped("c", 2, 9), Clipped("b", 1, 1)]
+    assert "peer versions parts c 2 9 b 1 1" in text_of(page_of(tmp_path))
 
 
 def test_when_a_contribution_was_on_its_way(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from diloco.accounts.journal import Recording, recordings
 from diloco.base.errors import StateError, UsageError
 from diloco.base.readable import readable_text
 from diloco.base.types import Commit
-from diloco.compress import Codec, PayloadError, open_codecs
+from diloco.compress import Codec, PayloadError
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
 from diloco.data import open_dataset
@@ -34,6 +34,7 @@ from diloco.models import build_model
 from diloco.outer.average import fold, mean_digest, unpack
 from diloco.outer.fragments import Fragment, Layout, named_parameters, read_fragment
 from diloco.outer.optimizers import open_outer
+from diloco.outer.robust import Averaging, Rule, codecs_of
 from diloco.outer.state import OuterOptimizer, OuterState
 from diloco.plan.model import check_size
 from diloco.protocol.claims import Weighing
@@ -104,7 +105,7 @@ class Replayer:
     """Builds the state that the run begins with; None for a model that only the library's caller can build."""
     saved: Mapping[str, Callable[[], OuterState]]
     """Loads a checkpoint's state, by the digest of the commit that made it."""
-    radial: bool = False
+    rule: Rule = "mean"
     """As in `diloco.outer.average.fold`."""
 
     def replay(self, progress: Callable[[int, int], None]) -> Replay:
@@ -181,7 +182,7 @@ class Replayer:
             terms = [(counted.weight, payload) for counted, payload in pairs if commit.counts(counted.peer, part)]
             if not terms:
                 raise ValueError(f"part {part} counts nobody")
-            yield fold(terms, stop - start, self.codecs[fragment.group_of(part)], radial=self.radial)
+            yield fold(terms, stop - start, self.codecs[fragment.group_of(part)], rule=self.rule)
 
 
 # ---------------------------------------------------------------- from folders
@@ -206,12 +207,12 @@ def replay(directories: Sequence[Path], data_root: Path, progress: Callable[[int
     return Replayer(
         chain_of(books),
         shelf,
-        open_codecs(contract.codec),
+        codecs_of(contract),
         open_outer(contract.outer),
         Weighing.of(contract),
         lambda: _seeded_state(contract, checkpoints[0][0] if checkpoints else None, data_root),
         {commit.digest: partial(saved_state, checkpoint) for checkpoint, commit in checkpoints if commit},
-        contract.outer.averaging == "radial",
+        Averaging.of(contract).rule,
     ).replay(progress)
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from diloco.config.codec import CodecSection
+from diloco.config.codec import SPARSE_CODECS, CodecSection
 from diloco.config.section import (
     Beta,
     Fraction,
@@ -274,6 +274,11 @@ class OuterSection(Section):
     averaging: Literal["mean", "radial"] = "mean"
     """`radial`: lengths and directions of the contributions are averaged apart, so that the length of the mean does not
     fall as peers get more (Decoupled DiLoCo)."""
+    aggregation: Literal["mean", "clip", "centred", "trimmed", "median"] = "mean"
+    """Defence against members that lie about their values, part by part. `clip`: contributions are cut to 1.5 times the
+    median length; `centred`: centred clipping (arXiv 2012.10333); `trimmed`, `median`: for each value, without the
+    quarter of the contributions at either end, or the middle one (arXiv 1803.01498). Of fewer than three
+    contributions all are the mean."""
     partial: Literal["whole", "share"] | None = None
     """A version that counts some of the trainers only takes a `whole` outer step by their mean, or a `share` of one, by
     their weight beside all trainers' (`nesterov` and `sgd`). Not given: `share` where each may make versions of its
@@ -353,6 +358,8 @@ class Contract(Section):
         gathered = [codec.name for codec in self.codec.by_group if codec.name in GATHERED_CODECS]
         if outer.averaging == "radial" and gathered:
             raise ValueError(f"outer.averaging 'radial' needs a codec whose mean is made once, not {gathered[0]!r}")
+        if outer.aggregation != "mean":
+            self._check_aggregation()
         if inner.steps % sync.fragments:
             raise ValueError(f"inner.steps ({inner.steps}) must be a multiple of sync.fragments ({sync.fragments})")
         if self.model.kind == "transformer" and sync.fragments > self.model.layers:
@@ -396,6 +403,19 @@ class Contract(Section):
         shared = self.membership.policy == "async" and self.outer.optimizer in SHARED_OPTIMIZERS
         return self.outer.partial or ("share" if shared else "whole")
 
+    def _check_aggregation(self) -> None:
+        """Refuse contract keys that do not go with a robust mean."""
+        rule, sparse = self.outer.aggregation, [codec for codec in self.codec.by_group if codec.name in SPARSE_CODECS]
+        if self.outer.averaging != "mean":
+            raise ValueError(f"outer.aggregation {rule!r} replaces the mean: leave out outer.averaging")
+        if sparse and rule in ("trimmed", "median"):
+            raise ValueError(
+                f"outer.aggregation {rule!r} goes value by value, and few peers send a value of {sparse[0].name!r}: "
+                f"take 'clip' or 'centred'"
+            )
+        if any(codec.mean != "all" for codec in sparse):
+            raise ValueError(f"outer.aggregation {rule!r} divides by all contributions: set codec.mean to 'all'")
+
     def _check_gossip(self) -> None:
         """Refuse contract keys that do not go with gossip: it swaps whole weights in pairs, and has no versions."""
         wanted: Mapping[str, tuple[bool, str]] = {
@@ -408,6 +428,7 @@ class Contract(Section):
             "outer.staleness_power": (self.outer.staleness_power == 0, "0"),
             "outer.alignment": (self.outer.alignment == "none", "'none'"),
             "outer.averaging": (self.outer.averaging == "mean", "'mean'"),
+            "outer.aggregation": (self.outer.aggregation == "mean", "'mean': a swap is between two"),
             "sync.fragments": (self.sync.fragments == 1, "1"),
             "sync.overlap": (self.sync.overlap == 0, "0: inner steps go on during a swap as it is"),
             "inner.comm_share": (self.inner.comm_share == 0, "0"),

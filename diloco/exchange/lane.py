@@ -158,7 +158,7 @@ class Lane(ExchangeTasks):
         terms, me = self.terms, header.sender.peer
         piece = terms.layout.fragments[fragment]
         draft = self._log.begin(version)
-        work = self.work = LanePayloads(begin, me, piece, terms.codecs, terms.max_norm_ratio, terms.radial, draft)
+        work = self.work = LanePayloads(begin, me, piece, terms.codecs, terms.max_norm_ratio, terms.averaging, draft)
         self._header = header
         self.sender.keep(begin.receivers)
         self._precedence = Precedence(terms.stall_s / 4)  # streams of an attempt before this hold up nobody

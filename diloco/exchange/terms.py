@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diloco.compress import Codec
 from diloco.outer.average import max_mean_bytes
 from diloco.outer.fragments import Layout
+from diloco.outer.robust import Averaging
 from diloco.outer.state import OuterOptimizer
 from diloco.protocol.claims import Weighing
 from diloco.protocol.view import Rules, Timing
@@ -26,8 +27,8 @@ class LaneTerms:
     stall_s: float
     max_norm_ratio: float = 0.0
     """A contribution that is so many times larger than the others' is refused; 0: none is."""
-    radial: bool = False
-    """Lengths and directions are averaged apart (`diloco.outer.average`)."""
+    averaging: Averaging = field(default_factory=Averaging)
+    """The rule by which parts are averaged."""
     ahead: bool = True
     """Outer steps are made part by part as the mean arrives; else in place, when the version is applied."""
 

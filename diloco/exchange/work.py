@@ -22,6 +22,7 @@ from diloco.exchange.sending import STREAM_PAUSE_S
 from diloco.outer.average import BadTerm, check_mean, digest_of, fold, max_mean_bytes
 from diloco.outer.fragments import Fragment
 from diloco.outer.optimizers import Stepping
+from diloco.outer.robust import Averaging
 from diloco.outer.state import FragmentState
 from diloco.protocol import messages as m
 from diloco.protocol.messages import Begin, Span
@@ -93,7 +94,7 @@ class LanePayloads:
         fragment: Fragment,
         codecs: Sequence[Codec],
         max_norm_ratio: float = 0.0,
-        radial: bool = False,
+        averaging: Averaging | None = None,
         draft: MeanDraft | None = None,
     ) -> None:
         """`draft`: of the mean in the lane's log."""
@@ -102,7 +103,7 @@ class LanePayloads:
         self.fragment = fragment
         self.codecs = codecs
         self.max_norm_ratio = max_norm_ratio
-        self.radial = radial
+        self.averaging = averaging or Averaging()
         self.mean: list[bytes | None] = [None] * fragment.parts
         self.generation = 0
         self.owners: dict[int, str] = {}
@@ -193,7 +194,7 @@ class LanePayloads:
 
     def fold(self, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
         """The encoded mean of one part of the lane that I own, in the order of the contributors, and its
-        `content_hash`. Changes nothing: any thread may.
+        `content_hash`. Changes nothing but the count of who was clipped: any thread may.
 
         The divisor is the weight of those whom this part counts, which only the owner knows. Raises BadContribution.
         """
@@ -202,9 +203,11 @@ class LanePayloads:
         terms = [(entry.weight, payloads[entry.peer]) for entry in counted]
         try:
             tokens = [entry.tokens for entry in counted]
-            mean = fold(terms, self._elements(part), self.codec(part), self.max_norm_ratio, tokens, self.radial)
+            codec, rule, clipped = self.codec(part), self.averaging.rule, list[int]()
+            mean = fold(terms, self._elements(part), codec, self.max_norm_ratio, tokens, rule, clipped)
         except BadTerm as error:
             raise BadContribution(counted[error.index].peer, str(error)) from error
+        self.averaging.note(counted[index].peer for index in clipped)
         return mean, content_hash(mean)
 
     def keep(self, part: int, mean: bytes) -> bool:

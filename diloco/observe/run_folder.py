@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,6 +30,8 @@ NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone", 
 """Names of the baselines for people, by folder."""
 MAX_WAITS = 400
 """Drawn; of more, the longest."""
+MAX_CLIPPED = 20
+"""Peers in the table of those that were clipped: the names are from files of other people."""
 MAX_FLIGHTS = 400
 """Drawn; of more, none: they would be one dark stripe."""
 MAX_POINTS = 600
@@ -103,6 +105,16 @@ class PeerHardware:
 
 
 @dataclass(frozen=True, slots=True)
+class Clipped:
+    """A peer whose contributions were clipped, as the others report it (`VersionClosed.clipped`)."""
+
+    peer: str
+    versions: int
+    """Versions in which at least one part was."""
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunFolder:
     """A run as the report shows it. Times are seconds of the run."""
 
@@ -115,6 +127,8 @@ class RunFolder:
     flights: Sequence[Stay]
     """From when a peer measured a contribution until it had the version that counts it; none if they are many."""
     times: Sequence[PeerTime]
+    clipped: Sequence[Clipped]
+    """The `MAX_CLIPPED` that were clipped in most parts, those first."""
     hardware: Sequence[PeerHardware]
     notices: Sequence[Notice]
     resumed_s: Sequence[float]
@@ -145,8 +159,8 @@ def read_run(directory: Path) -> RunFolder:
     hardware = [_hardware(name, started, used) for name, started, used in known if started and used]
     return RunFolder(
         state.name or directory.resolve().name, versions, curves, stays, _waits(reports, clock),
-        _flights(reports, clock), peer_times(reports), hardware, notices, clock.resumed_s, contract,
-        _summary(directory, versions, curves, contract),
+        _flights(reports, clock), peer_times(reports), clipped_peers(state), hardware, notices, clock.resumed_s,
+        contract, _summary(directory, versions, curves, contract),
     )  # fmt: skip
 
 
@@ -209,6 +223,17 @@ def peer_times(reports: Iterable[VersionReport]) -> list[PeerTime]:
         inner_s, waited_s, tokens = spent.pop("inner"), spent.pop("exchange"), sum(event.inner_tokens for event in own)
         times.append(PeerTime(peer, len(own), tokens, inner_s, waited_s, sum(spent.values())))
     return times
+
+
+def clipped_peers(state: RunState) -> list[Clipped]:
+    """Peers that the report shows as clipped: in how many versions, and in how many parts."""
+    parts: dict[str, Counter[int]] = defaultdict(Counter)
+    for version, reports in state.versions.items():
+        for event in (report.event for report in reports.values()):
+            for peer, times in ((event.clipped or {}) if isinstance(event, events.VersionClosed) else {}).items():
+                parts[peer][version] += times
+    found = [Clipped(peer, len(by_version), by_version.total()) for peer, by_version in parts.items()]
+    return sorted(found, key=lambda one: (-one.parts, one.peer))[:MAX_CLIPPED]
 
 
 def _hardware(peer: str, started: events.Started, used: events.HardwareUsed) -> PeerHardware:

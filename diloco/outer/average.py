@@ -1,4 +1,4 @@
-"""The weighted mean of contributions, part by part: plain or radial, without outliers; and the mean's digest.
+"""The mean of contributions, part by part: plain, radial or robust, without outliers; and the mean's digest.
 
 A part's owner folds and encodes; everybody, the owner too, goes on with the encoded bytes, so that what a lossy
 codec drops is dropped for all alike. Where the codec's sums do not stay small, these bytes are a bundle of the
@@ -20,6 +20,7 @@ from diloco.base.memory import floats
 from diloco.base.types import Commit
 from diloco.compress import Codec, PayloadError, bundle
 from diloco.outer.fragments import Fragment, Layout
+from diloco.outer.robust import Rule, is_robust, robust_mean, sum_of_squares
 
 T = TypeVar("T")
 Terms = Sequence[tuple[int, bytes]]
@@ -46,7 +47,8 @@ def fold(
     codec: Codec,
     max_norm_ratio: float = 0.0,
     trained: Sequence[int] = (),
-    radial: bool = False,
+    rule: Rule = "mean",
+    clipped: list[int] | None = None,
 ) -> bytes:
     """Weighted mean of one part, encoded: sum of weight * values over the sum of weights; or the bundle of them.
 
@@ -54,19 +56,27 @@ def fold(
     is separately rounded fp32 in that order. Only ratios of weights count, so a common divisor is taken out first:
     equal weights give the plain mean's bits and a single contribution its own. A sum that overflows saturates, lest
     one hostile contribution make a mean that everybody has to refuse; without any weight the mean is zero.
-    `radial`: by `radial_mean`, which a bundle cannot be; all contributions are in memory, then.
+    `rule`: other than the plain mean it is by `radial_mean`, which a bundle cannot be, or `robust_mean`; all
+    contributions are in memory, decoded, then. `clipped`: gets the indices of those that a robust rule clipped.
 
     Raises BadTerm when a payload does not decode (`Codec.decode`), or when it is beyond `max_norm_ratio` times the
     size of the others (`outlier`; 0: never). `trained`: tokens behind each payload.
     """
     weights = [weight for weight, _ in payloads]
-    if codec.gathered:
-        squares = _each(payloads, lambda _, payload: codec.squares(payload, elements))
+    if codec.gathered and len(payloads) > bundle.MAX_CONTRIBUTIONS:
         most = bundle.MAX_CONTRIBUTIONS
-        if len(payloads) > most:
-            raise BadTerm(most, f"more contributions than the {most} of a bundle")
+        raise BadTerm(most, f"more contributions than the {most} of a bundle")
+    if is_robust(rule, weights):
+        decoded = _each(payloads, lambda _, payload: codec.decode(payload, elements))
+        squares = [float(torch.dot(values, values)) for values in decoded]
+        values, far = robust_mean(decoded, weights, rule)
+        mean = bundle.join(payloads) if codec.gathered else codec.encode(values)
+        if clipped is not None:
+            clipped += far
+    elif codec.gathered:
+        squares = _each(payloads, lambda _, payload: codec.squares(payload, elements))
         mean = bundle.join(payloads)
-    elif radial:
+    elif rule == "radial":
         decoded = _each(payloads, lambda _, payload: codec.decode(payload, elements))
         squares = [float(torch.dot(values, values)) for values in decoded]
         mean = codec.encode(radial_mean(decoded, weights))
@@ -199,25 +209,12 @@ def radial_mean(decoded: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
     lengths = []
     for values, weight in counted:
         exact = values.double()
-        length = _length(exact)
+        length = math.sqrt(sum_of_squares(exact))
         lengths.append(weight * length)
         if length > 0:
             direction.add_(exact.mul_(weight / length))
     total = sum(weight for _, weight in counted)
-    resultant = _length(direction)
+    resultant = math.sqrt(sum_of_squares(direction))
     if resultant <= total * ROUNDING:
         return torch.zeros_like(decoded[0])
     return direction.mul_(math.fsum(lengths) / total / resultant).float().nan_to_num_()
-
-
-def _length(values: Tensor) -> float:
-    """Euclidean norm of flat fp64 values for the radial mean, the same bits on any CPU.
-
-    Their squares are added by halves, element by element: the order that torch sums in depends on threads and vectors.
-    """
-    squares = values * values
-    while squares.numel() > 1:
-        half = (squares.numel() + 1) // 2
-        squares[: squares.numel() - half] += squares[half:]
-        squares = squares[:half]
-    return math.sqrt(squares.item())

@@ -19,6 +19,7 @@ from diloco.outer.fragments import Layout, Weights
 from diloco.outer.line import Line
 from diloco.outer.merge import open_merge
 from diloco.outer.optimizers import open_outer
+from diloco.outer.robust import Averaging, codecs_of
 from diloco.outer.state import OuterState, places
 from diloco.protocol.claims import Bounds, Weighing
 from diloco.protocol.messages import Fork
@@ -56,7 +57,7 @@ def open_line(
         name,
         weights,
         layout,
-        open_codecs(contract.codec),
+        codecs_of(contract),
         optimizer,
         Weighing.of(contract),
         OuterState(0, tuple(map(optimizer.start, anchor, layout.fragments))),
@@ -109,12 +110,12 @@ def lane_terms(contract: Contract, site: Site, layout: Layout, ranks: int = 1) -
     how = site.device.outer_step
     return LaneTerms(
         layout,
-        open_codecs(contract.codec),
+        codecs_of(contract),
         open_outer(contract.outer),
         Weighing.of(contract),
         site.timeouts.stall_s,
         contract.membership.max_norm_ratio,
-        contract.outer.averaging == "radial",
+        Averaging.of(contract),
         how == "ahead" or (how == "auto" and ranks == 1),
     )
 

@@ -33,6 +33,7 @@ from diloco.observe.events import (
     VersionClosed,
 )
 from diloco.outer.line import weights_at_anchor
+from diloco.outer.robust import MIN_CONTRIBUTIONS
 from diloco.peer.life import Ending, PeerLife
 from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank
@@ -381,6 +382,7 @@ class RunChronicle:
         self._emit = emit
         self.tokens_here = 0
         self._losses: list[float] = []
+        self._warned_of_few = False
         self.began_s = self._reported_s = monotonic_s()
 
     @property
@@ -425,6 +427,11 @@ class RunChronicle:
                 self.begin()
             return None
         assert isinstance(self.peer, Peer)
+        averaging = self.peer.exchange.terms.lane.averaging
+        if not self._warned_of_few and averaging.is_mean_of_few([counted.weight for counted in commit.counted]):
+            self._warned_of_few = True
+            few = f"outer.aggregation {averaging.rule!r} takes {MIN_CONTRIBUTIONS} contributions, or it is the mean"
+            self.peer.warn(f"version {commit.version} counts {len(commit.counted)}: {few}, with no defence")
         wire, flight_s = self.peer.wire(), seconds.pop(FLIGHT, None)
         use = self.peer.exchange.votes.use
         log_bytes, longest_sync_s = use.take() if use is not None else (None, None)
@@ -450,6 +457,7 @@ class RunChronicle:
             repeats=self.reader.blocks.repeats if self.reader is not None else None,
             log_bytes=log_bytes,
             longest_sync_s=longest_sync_s,
+            clipped=averaging.take() or None,
             **self.rank.trains.version_fields(),
         )
 

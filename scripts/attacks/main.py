@@ -21,10 +21,10 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from scripts.attacks import files, floods, members, outsiders
+from scripts.attacks import files, floods, members, outsiders, values
 from scripts.attacks.victims import Attack, Row, end_on_sigterm, outcome, raise_our_limit
 
-ATTACKS: tuple[Attack, ...] = (*outsiders.ATTACKS, *members.ATTACKS, *floods.ATTACKS, *files.ATTACKS)
+ATTACKS: tuple[Attack, ...] = (*outsiders.ATTACKS, *members.ATTACKS, *floods.ATTACKS, *values.ATTACKS, *files.ATTACKS)
 
 
 def main() -> int:

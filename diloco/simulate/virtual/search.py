@@ -369,7 +369,7 @@ def _shrink(plan: FaultPlan, fails: Callable[[FaultPlan], bool]) -> FaultPlan:
 SETTINGS = (
     "loss", "witnesses", "fragments", "merge", "overlap", "feedback", "codec", "optimizer", "weighting", "uplinks",
     "backlog", "sized_by", "speeds", "policy", "proven", "delay_s", "most_peers", "radial", "fixed_addresses",
-    "bandwidth", "stragglers", "total_tokens", "calm_s", "ranks", "elements",
+    "aggregation", "bandwidth", "stragglers", "total_tokens", "calm_s", "ranks", "elements",
 )  # fmt: skip
 
 

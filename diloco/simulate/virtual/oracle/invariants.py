@@ -26,6 +26,7 @@ from diloco.base.types import Closed, Commit, Counted, Member
 from diloco.compress import Codec
 from diloco.outer.average import MIN_RMS, mean_digest, mean_into
 from diloco.outer.line import Line, PendingContribution
+from diloco.outer.robust import Rule
 from diloco.outer.state import OuterState
 from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
@@ -34,6 +35,7 @@ from diloco.simulate.virtual.oracle.ballots import SimulatedBallots
 from diloco.simulate.virtual.oracle.conduct import SimulatedConduct
 from diloco.simulate.virtual.oracle.gate import SimulatedAdmissions, Violation
 from diloco.simulate.virtual.oracle.reductions import SimulatedReductions
+from diloco.simulate.virtual.oracle.robust import plain_robust
 from diloco.simulate.virtual.plans.lies import other_mean
 from diloco.simulate.virtual.plans.setup import PATIENCE_S, SimulationSetup
 
@@ -264,7 +266,7 @@ class SimulationInvariants:
             terms = [(c.weight, entry.parts[part]) for c, entry in made if commit.counts(c.peer, part)]
             start, stop = fragment.part_bounds(part)
             codec = setup.codecs[fragment.group_of(part)]
-            parts.append((plain_radial if setup.radial else plain_mean)(terms, stop - start, codec))
+            parts.append(plain_fold(terms, stop - start, codec, setup.rule))
             here = closed.parts[part]
             lied = self.world.hostile and here != parts[-1] and here in _lies(terms, parts[-1], stop - start, codec)
             sent.append(here if lied else parts[-1])
@@ -272,7 +274,10 @@ class SimulationInvariants:
                 self._check_sizes(commit, part, [codec.decode(payload, stop - start) for _, payload in terms])
             if codec.gathered and closed.parts[part] == parts[-1]:
                 by_senders = setup.by_senders[fragment.group_of(part)]
-                self._check_gathered(closed, part, codec, plain_gathered(terms, stop - start, codec, by_senders))
+                expected = plain_robust(terms, stop - start, codec, setup.rule)
+                if expected is None:
+                    expected = plain_gathered(terms, stop - start, codec, by_senders)
+                self._check_gathered(closed, part, codec, expected)
         if mean_digest(sent) != commit.mean_digest:
             wrong = [part for part, payload in enumerate(sent) if payload != closed.parts[part]]
             raise Violation("I3", f"parts {wrong} of version {commit.version} are not the mean of who they count")
@@ -428,8 +433,16 @@ def remake(
     fragments = setup.layout.fragments
     shelf = shelve(Kept(Path(), fragments[index], counted, 0, (), parts) for counted, index, parts in recorded)
     made_with = setup.codecs, setup.optimizer, setup.weighing
-    replayer = Replayer(chain, shelf, *made_with, lambda: setup.start, {}, setup.radial)
+    replayer = Replayer(chain, shelf, *made_with, lambda: setup.start, {}, setup.rule)
     return replayer.replay(lambda done, total: None)
+
+
+def plain_fold(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec, rule: Rule) -> bytes:
+    """The simulator's check of a mean by any rule, encoded."""
+    robust = None if codec.gathered else plain_robust(terms, elements, codec, rule)
+    if robust is not None:
+        return codec.encode(torch.from_numpy(robust.astype(np.float32)))
+    return (plain_radial if rule == "radial" else plain_mean)(terms, elements, codec)
 
 
 def plain_mean(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) -> bytes:

@@ -159,6 +159,8 @@ class FaultPlan:
     """Contributors of a version, who take turns; 0: all that are ready."""
     radial: bool = False
     """Lengths and directions of contributions are averaged apart (`outer.averaging`)."""
+    aggregation: str = "mean"
+    """Or `clip`, `centred`, `trimmed`, `median` (`outer.aggregation`). Texts have it; no seed draws it."""
     fixed_addresses: bool = False
     """A process listens where the one before it did, and hears what was meant for that one."""
     stragglers: str = "wait"

@@ -68,7 +68,7 @@ class SimulationSetup:
         """By group of parameters."""
         self.by_senders = [codec.name == "topk" and codec.mean == "senders" for codec in self.contract.codec.by_group]
         """Means are divided by the weights of those who sent a value, and not of all."""
-        self.optimizer, self.weighing, self.radial = lane.optimizer, lane.weighing, lane.radial
+        self.optimizer, self.weighing, self.rule = lane.optimizer, lane.weighing, lane.averaging.rule
         if plan.policy != "gossip":  # where nobody votes
             self.rules = rules_of(self.contract, tuple(fragment.parts for fragment in self.layout.fragments))
         self.timing = timing_of(self.site)
@@ -109,6 +109,7 @@ def contract_of(plan: FaultPlan) -> Contract:
                 "buffer": 3,
                 "weighting": plan.weighting,
                 "averaging": "radial" if plan.radial else "mean",
+                "aggregation": plan.aggregation,
                 "staleness_power": 0.5 if shares else 0.0,
                 **({"partial": "whole"} if plan.merge == "eager" else {}),
             },
