@@ -16,7 +16,7 @@ SHOWN = ("idle-connections", "many-tokens")
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", [one for one in ATTACKS if one.name in SHOWN], ids=lambda attack: attack.name)
 def test_a_run_goes_on_under_attack(attack: Attack, tmp_path: Path) -> None:
-    """By how much an attack slows a run, the script says; here, that versions go on and nothing false is taken."""
-    row = outcome(replace(attack, slower=1.0), tmp_path)
+    """The script says how much slower a run is; here, beside other tests, a tenth of the versions is enough."""
+    row = outcome(replace(attack, slower=0.9), tmp_path)
     assert row.held, line(row)
     assert row.versions_during, line(row)

@@ -13,11 +13,10 @@ from diloco.compress import open_codec
 from diloco.config.codec import CodecSection
 from diloco.config.contract import OuterSection
 from diloco.outer.fragments import Fragment, Layout, Weights
-from diloco.outer.line import Line, PendingContribution, keep_local, weights_at_anchor
+from diloco.outer.line import Line, PendingContribution, Weighing, keep_local, weights_at_anchor
 from diloco.outer.merge import open_merge
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
-from diloco.protocol.claims import Weighing
 from tests.gossips import World
 from tests.lines import adopt_state, drop_progress, measured, step_outer, take_back
 from tests.local import LocalPeer, LocalWorld

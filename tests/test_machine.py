@@ -800,6 +800,18 @@ def test_evictions_that_never_matter_are_forgotten_in_the_end() -> None:
     assert electorate.voters() == {"a"}
 
 
+def test_one_that_left_and_goes_on_in_another_lineage_is_spoken_to_at_its_address() -> None:
+    roster, elsewhere = Roster(A, suspect_s=4.0, offences_allowed=3), replace(C, address="elsewhere:1")
+    roster.meet([B, C], 0.0)
+    for member in (B, C):
+        roster.left(member)
+    roster.introduce(B, 1.0)
+    roster.introduce(elsewhere, 1.0)
+    assert roster.strangers(1.0) == [B]
+    roster.answered(elsewhere)
+    assert [one.address for one in roster.strangers(1.0)] == [B.address, elsewhere.address]
+
+
 def test_a_suspected_peer_refutes_with_its_next_word() -> None:
     roster = Roster(A, suspect_s=4.0, offences_allowed=3)
     roster.meet([B], 0.0)
@@ -831,7 +843,7 @@ def test_the_roster_is_bounded_and_those_who_answered_stay_longest() -> None:
     for number in range(2 * MAX_NAMES):
         roster.heard(replace(D, peer=f"stranger{number}"), 1.0 + number)
     assert len([*roster]) == MAX_NAMES
-    assert all(map(roster.is_proven, (B, C)))
+    assert all(map(roster.is_located, (B, C)))
     assert roster.awaits(replace(D, peer=f"stranger{2 * MAX_NAMES - 1}"))
 
 

@@ -18,7 +18,7 @@ from diloco.observe import report
 from diloco.observe.event_log import read_events
 from diloco.observe.events import STEPS, TrainingProgress
 from diloco.observe.report import Table, write_plot, write_report
-from diloco.observe.run_folder import MAX_FLIGHTS, Clipped, PeerTime, outcomes, read_run
+from diloco.observe.run_folder import MAX_FLIGHTS, Outlier, PeerTime, outcomes, read_run
 from diloco.observe.run_state import Notice, Stay
 from tests.helpers_events import (
     DYING,
@@ -145,10 +145,10 @@ def test_who_computed_and_who_waited(tmp_path: Path) -> None:
     assert "b 1 100 89.5 % 10.5 % 0.0 %" in text
 
 
-def test_who_was_clipped(tmp_path: Path) -> None:
-    a1, a2 = version("a", 1, 10.0, clipped={"c": 2, "b": 1}), version("a", 2, 20.0, clipped={"c": 3})
-    write_events(tmp_path / "events.jsonl", [version("a", 0, 0.0), a1, version("b", 1, 10.0, clipped={"c": 4}), a2])
-    assert read_run(tmp_path).clipped == [Clipped("c", 2, 9), Clipped("b", 1, 1)]
+def test_outliers_by_peer(tmp_path: Path) -> None:
+    a1, a2 = version("a", 1, 10.0, outliers={"c": 2, "b": 1}), version("a", 2, 20.0, outliers={"c": 3})
+    write_events(tmp_path / "events.jsonl", [version("a", 0, 0.0), a1, version("b", 1, 10.0, outliers={"c": 4}), a2])
+    assert read_run(tmp_path).outliers == [Outlier("c", 2, 9), Outlier("b", 1, 1)]
     assert "peer versions parts c 2 9 b 1 1" in text_of(page_of(tmp_path))
 
 

@@ -19,7 +19,7 @@ from diloco.config.contract import Contract, OuterSection
 from diloco.models import build_model
 from diloco.outer.average import fold, mean_digest
 from diloco.outer.fragments import Layout, Weights, read_fragment
-from diloco.outer.line import Diverged, Line, PendingContribution, keep_local, weights_to_keep
+from diloco.outer.line import Diverged, Line, PendingContribution, Weighing, keep_local, weights_to_keep
 from diloco.outer.merge import mix, open_merge
 from diloco.outer.optimizers import open_outer
 from diloco.outer.pseudograd import left_over, with_residual
@@ -27,7 +27,6 @@ from diloco.outer.state import OuterState
 from diloco.peer import terms
 from diloco.peer.schedule import MIN_SHARE, Cadence, PeerStopwatch, RunEnd
 from diloco.peer.terms import open_line
-from diloco.protocol.claims import Weighing
 from diloco.protocol.view import in_turn
 from diloco.storage.checkpoint import load
 from diloco.storage.saving import save_line

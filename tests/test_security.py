@@ -33,6 +33,7 @@ def test_an_attack_without_a_run_is_held(attack: Attack, tmp_path: Path) -> None
     attack.act(tmp_path)  # type: ignore[arg-type]
 
 
+@pytest.mark.handmade_events
 @pytest.mark.slow(queued=True)
 @pytest.mark.parametrize("attack", LONG, ids=lambda one: one.name)
 def test_an_attack_on_processes_is_held(attack: Attack, tmp_path: Path) -> None:

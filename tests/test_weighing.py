@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.base.types import Counted, Member
-from diloco.config.contract import Contract, OuterSection
+from diloco.config.contract import FINE, Contract, OuterSection
+from diloco.outer.line import Weighing
 from diloco.outer.optimizers import open_outer
-from diloco.protocol.claims import FINE, Weighing
 
 
 def weighing(policy: str = "async", **outer: object) -> Weighing:

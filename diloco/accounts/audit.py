@@ -345,8 +345,7 @@ def _forks(books: Sequence[Book], chain: ChainRecord) -> Iterator[ChainFork]:
 
 def _lies(books: Sequence[Book], chain: ChainRecord) -> Iterator[Finding]:
     """Audit of I9, by the contract whose digest the ledgers name: commits that no honest peer drafts or follows."""
-    openings = (life.opening for book in books for life in book.lives)
-    bounds = next((bounds for opening in openings if (bounds := _bounds(opening)) is not None), None)
+    bounds = _bounds_of(books)
     if bounds is None:
         return
     for commit in chain.commits.values():
@@ -354,6 +353,12 @@ def _lies(books: Sequence[Book], chain: ChainRecord) -> Iterator[Finding]:
         lie = why_no_successor(before, commit, bounds) if before is not None else why_malformed(commit, bounds)
         if lie:
             yield Finding("I9", "", commit.version, 0, lie)
+
+
+def _bounds_of(books: Iterable[Book]) -> Bounds | None:
+    """Bounds of the contract that the ledgers name; None: none of them has it."""
+    openings = (life.opening for book in books for life in book.lives)
+    return next((bounds for opening in openings if (bounds := _bounds(opening)) is not None), None)
 
 
 def _bounds(opening: Mapping[str, Any]) -> Bounds | None:
@@ -368,8 +373,11 @@ def _bounds(opening: Mapping[str, Any]) -> Bounds | None:
 # ---------------------------------------------------------------- notes and the table
 
 
-def _notes(books: Iterable[Book], chain: ChainRecord) -> Iterator[Finding]:
-    """Audit notes: ledgers that begin late, end in half a record, or miss records for which the disk had no room."""
+def _notes(books: Sequence[Book], chain: ChainRecord) -> Iterator[Finding]:
+    """Audit notes: ledgers that begin late, end in half a record, miss records for which the disk had no room, or have
+    no contract to compare with."""
+    if _bounds_of(books) is None:
+        yield Finding("", "", -1, 0, "I9 was not checked: no ledger has the contract whose digest it names")
     for first in chain.roots()[:1]:
         if first.version > 0 or not first.founds:  # else it founds the run
             yield Finding("", "", first.version, 0, f"the ledgers given begin at version {first.version}")

@@ -31,13 +31,13 @@ from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
 from diloco.data import open_dataset
 from diloco.models import build_model
-from diloco.outer.average import fold, mean_digest, unpack
+from diloco.outer.average import Averaging, fold, mean_digest, unpack
 from diloco.outer.fragments import Fragment, Layout, named_parameters, read_fragment
+from diloco.outer.line import Weighing
 from diloco.outer.optimizers import open_outer
-from diloco.outer.robust import Averaging, Rule, codecs_of
+from diloco.outer.robust import Rule, codecs_of
 from diloco.outer.state import OuterOptimizer, OuterState
 from diloco.plan.model import check_size
-from diloco.protocol.claims import Weighing
 from diloco.storage.checkpoint import CHECKPOINTS, Checkpoint, load, saved_state
 
 

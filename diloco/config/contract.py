@@ -38,6 +38,8 @@ GATHERED_CODECS = ("topk", "dct", "lowrank")
 FLOAT_CODECS = ("fp32", "fp16", "bf16")
 """Those that can carry weights, and not only differences of weights."""
 
+FINE = 1000
+"""Weight of a contribution where weights are not all the same: weights are whole numbers."""
 LEASE_ROUNDS = 3
 """Rounds of data that every member holds: one to train on, and two more for rounds that are skipped."""
 
@@ -409,10 +411,8 @@ class Contract(Section):
         if self.outer.averaging != "mean":
             raise ValueError(f"outer.aggregation {rule!r} replaces the mean: leave out outer.averaging")
         if sparse and rule in ("trimmed", "median"):
-            raise ValueError(
-                f"outer.aggregation {rule!r} goes value by value, and few peers send a value of {sparse[0].name!r}: "
-                f"take 'clip' or 'centred'"
-            )
+            why = f"goes value by value, and few peers send a value of {sparse[0].name!r}"
+            raise ValueError(f"outer.aggregation {rule!r} {why}: take 'clip' or 'centred'")
         if any(codec.mean != "all" for codec in sparse):
             raise ValueError(f"outer.aggregation {rule!r} divides by all contributions: set codec.mean to 'all'")
 
@@ -476,13 +476,22 @@ class Contract(Section):
         return self.inner.sequences_per_step * self.max_steps_per_round
 
     @property
+    def same_weight(self) -> int:
+        """Weight of a contribution that is not late, where all weigh the same."""
+        return FINE if self.outer.staleness_power else 1
+
+    @property
     def lease_blocks(self) -> int:
         """Data blocks that every member holds at least at the start of a round, by the contract's keys."""
         return LEASE_ROUNDS * self.blocks_per_round
 
     def to_json(self) -> str:
-        """The contract as canonical text: all effective values, keys sorted. It is what travels and what is hashed."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        """The contract as canonical text: all effective values, keys sorted. It is what travels and what is hashed. A
+        key that came later is left out at its default, so that runs of before go on under their digest."""
+        tree = self.model_dump(mode="json")
+        if self.outer.aggregation == "mean":
+            del tree["outer"]["aggregation"]
+        return json.dumps(tree, sort_keys=True, separators=(",", ":"))
 
     @property
     def digest(self) -> str:

@@ -30,7 +30,7 @@ class StateCopier:
 
     def givers(self) -> list[Member]:
         """Trainers to copy the state from: of the view, or else those that the peer heard."""
-        heard = [entry for entry in self._machine.roster if entry.proven and not entry.left]
+        heard = [entry for entry in self._machine.roster if entry.located and not entry.left]
         founded = [entry.member for entry in heard if entry.heartbeat is not None and entry.heartbeat.founded]
         known = [*self.resync_from, *founded]
         return [one for one in self._machine.others() if not one.witness] or [one for one in known if not one.witness]

@@ -369,8 +369,8 @@ class Exchange(ExchangeTasks):
             reply = error.reply
         if reply is m.Reply.OLD_COPY:
             self._feed(m.Outdated())
-        if reply is not None and self.machine.roster.has_later(to):
-            await self._lost(to)  # which may have its address, too
+        if reply is not None and self.machine.roster.is_earlier(to, monotonic_s()):
+            await self._lost(to)  # its next life may have its address, too
         elif reply is not None:
             self.lives.replied(to.peer, reply)
             await self._meet(to, self.machine.boot_of(to))

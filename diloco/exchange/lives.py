@@ -76,7 +76,7 @@ class Lives:
         asked once for its name. False: it is being asked, or did not answer. `stranger`: the address is its own word,
         and so the times that it is asked are bounded."""
         life, place = (member.peer, member.incarnation), (member.peer, member.incarnation, member.address)
-        if self.met(member, boot):
+        if self.met(member, boot) and not stranger:
             self._answers[life].at_s = monotonic_s()
             return True
         if place in self._asking or (stranger and not self._may_ask(place)):

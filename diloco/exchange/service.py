@@ -42,7 +42,7 @@ class ExchangeService(Service):
         return self.exchange.receive(envelope)
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> Reply:
-        name = header.sender.peer if self.exchange.machine.roster.is_proven(header.sender) else ""
+        name = header.sender.peer if self.exchange.machine.roster.is_located(header.sender) else ""
         if self._streams[name] >= MAX_STREAMS:
             return Reply.TOO_EARLY
         self._streams[name] += 1
@@ -65,7 +65,7 @@ class ExchangeService(Service):
         # A joiner asks them all for the state: who has no view yet, or has left its lineage, may have none for long.
         others = self.exchange.others if machine.commit is not None else self.exchange.copying.givers()
         if state is None:  # whom we met when we came ourselves, and may not have heard yet
-            known = [entry for entry in machine.roster if entry.proven and not entry.left]
+            known = [entry for entry in machine.roster if entry.located and not entry.left]
             met = (entry.member for entry in known if not entry.member.witness)
             others = [*dict.fromkeys((*others, *met))]
         return Welcome(

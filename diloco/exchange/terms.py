@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diloco.compress import Codec
-from diloco.outer.average import max_mean_bytes
+from diloco.outer.average import Averaging, max_mean_bytes
 from diloco.outer.fragments import Layout
-from diloco.outer.robust import Averaging
+from diloco.outer.line import Weighing
 from diloco.outer.state import OuterOptimizer
-from diloco.protocol.claims import Weighing
 from diloco.protocol.view import Rules, Timing
 
 

@@ -19,10 +19,9 @@ from diloco.base.types import Closed, Contribution, Member
 from diloco.compress import Codec, PayloadError, bundle
 from diloco.exchange.log import MeanDraft
 from diloco.exchange.sending import STREAM_PAUSE_S
-from diloco.outer.average import BadTerm, check_mean, digest_of, fold, max_mean_bytes
+from diloco.outer.average import Averaging, BadTerm, check_mean, digest_of, fold, max_mean_bytes
 from diloco.outer.fragments import Fragment
 from diloco.outer.optimizers import Stepping
-from diloco.outer.robust import Averaging
 from diloco.outer.state import FragmentState
 from diloco.protocol import messages as m
 from diloco.protocol.messages import Begin, Span
@@ -194,7 +193,7 @@ class LanePayloads:
 
     def fold(self, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
         """The encoded mean of one part of the lane that I own, in the order of the contributors, and its
-        `content_hash`. Changes nothing but the count of who was clipped: any thread may.
+        `content_hash`. Changes nothing but the count of outliers: any thread may.
 
         The divisor is the weight of those whom this part counts, which only the owner knows. Raises BadContribution.
         """
@@ -203,11 +202,11 @@ class LanePayloads:
         terms = [(entry.weight, payloads[entry.peer]) for entry in counted]
         try:
             tokens = [entry.tokens for entry in counted]
-            codec, rule, clipped = self.codec(part), self.averaging.rule, list[int]()
-            mean = fold(terms, self._elements(part), codec, self.max_norm_ratio, tokens, rule, clipped)
+            codec, rule, outliers = self.codec(part), self.averaging.rule, list[int]()
+            mean = fold(terms, self._elements(part), codec, self.max_norm_ratio, tokens, rule, outliers)
         except BadTerm as error:
             raise BadContribution(counted[error.index].peer, str(error)) from error
-        self.averaging.note(counted[index].peer for index in clipped)
+        self.averaging.note(counted[index].peer for index in outliers)
         return mean, content_hash(mean)
 
     def keep(self, part: int, mean: bytes) -> bool:

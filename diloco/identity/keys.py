@@ -2,7 +2,7 @@
 
 The key is made from the secret that the run's operators share (`DILOCO_SECRET`). Without the secret nobody can connect
 or pose as a member. Everybody who connects gets the certificate, and can test guesses of the secret against it. So weak
-secrets are refused, and for one that is not random digits each guess takes half a second and 128 MB.
+secrets are refused, and for one that is not random digits each guess takes 0.3 s of a core and 128 MB.
 
 A run without a secret has a key that everybody can make. It keeps nobody out, but who only listens reads nothing (TLS
 1.3 keys are ephemeral), and bytes that are damaged on the way are found below gRPC, whose HTTP/2 reader has no checksum
@@ -98,17 +98,19 @@ def secret_from_environment() -> str:
 
 
 def _secret_in(path: Path) -> str:
-    """The run's secret in a file that only its owner and root can read. Raises UsageError."""
+    """The run's secret in a file that this user alone can read, or that another one, such as a supervisor's, lets this
+    user's group read. Raises UsageError."""
     fix = f"name a file by {FILE_VARIABLE} that holds the secret, and that this user alone can read (chmod 600)"
     try:
         with path.open("rb") as file:
-            mode, data = os.fstat(file.fileno()).st_mode, file.read(MAX_SECRET_BYTES + 1)
+            status, data = os.fstat(file.fileno()), file.read(MAX_SECRET_BYTES + 1)
         secret = data.decode().strip()
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"cannot read the secret in {path}: {why}", fix) from None
-    if mode & 0o077:
-        raise UsageError(f"others can read or change the secret in {path} (mode {mode & 0o777:03o})", fix)
+    if status.st_mode & (0o077 if status.st_uid == os.getuid() else 0o037):
+        cause = f"others can read or change the secret in {path} (mode {status.st_mode & 0o777:03o})"
+        raise UsageError(cause, fix)
     if len(data) > MAX_SECRET_BYTES:
         raise UsageError(f"{path} has more than {MAX_SECRET_BYTES} bytes: that is no secret", fix)
     return secret
@@ -150,7 +152,7 @@ def _new_chars(text: str) -> int:
 
 
 def _stretched(secret: str) -> bytes:
-    """Bytes of a secret for its key: those of a passphrase by scrypt, so that a guess takes half a second."""
+    """Bytes of a secret for its key: those of a passphrase by scrypt, so that a guess takes 0.3 s of a core."""
     if not secret or _RANDOM.fullmatch(secret):
         return secret.encode()
     return Scrypt(salt=b"diloco peer key 1", length=32, n=2**17, r=8, p=1).derive(secret.encode())

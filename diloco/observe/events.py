@@ -276,8 +276,8 @@ class VersionClosed(Event, kind="version"):
     """Written to this rank's log and votes since the version before; None: it keeps none."""
     longest_sync_s: float | None = None
     """The longest wait of one of these writes until it was on the disk."""
-    clipped: Mapping[str, int] | None = None
-    """Parts in which a contribution was clipped (`outer.aggregation`), by its peer: of those that this rank averaged
+    outliers: Mapping[str, int] | None = None
+    """Parts in which a contribution was an outlier (`outer.aggregation`), by its peer: of those that this rank averaged
     since the version before. None: in none."""
 
 

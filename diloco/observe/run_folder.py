@@ -30,8 +30,8 @@ NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone", 
 """Names of the baselines for people, by folder."""
 MAX_WAITS = 400
 """Drawn; of more, the longest."""
-MAX_CLIPPED = 20
-"""Peers in the table of those that were clipped: the names are from files of other people."""
+MAX_OUTLIERS = 20
+"""Peers in the table of outliers: the names are from files of other people."""
 MAX_FLIGHTS = 400
 """Drawn; of more, none: they would be one dark stripe."""
 MAX_POINTS = 600
@@ -105,8 +105,8 @@ class PeerHardware:
 
 
 @dataclass(frozen=True, slots=True)
-class Clipped:
-    """A peer whose contributions were clipped, as the others report it (`VersionClosed.clipped`)."""
+class Outlier:
+    """A peer whose contributions were outliers, as the others report it (`VersionClosed.outliers`)."""
 
     peer: str
     versions: int
@@ -127,8 +127,8 @@ class RunFolder:
     flights: Sequence[Stay]
     """From when a peer measured a contribution until it had the version that counts it; none if they are many."""
     times: Sequence[PeerTime]
-    clipped: Sequence[Clipped]
-    """The `MAX_CLIPPED` that were clipped in most parts, those first."""
+    outliers: Sequence[Outlier]
+    """The `MAX_OUTLIERS` that were outliers in most parts, those first."""
     hardware: Sequence[PeerHardware]
     notices: Sequence[Notice]
     resumed_s: Sequence[float]
@@ -159,7 +159,7 @@ def read_run(directory: Path) -> RunFolder:
     hardware = [_hardware(name, started, used) for name, started, used in known if started and used]
     return RunFolder(
         state.name or directory.resolve().name, versions, curves, stays, _waits(reports, clock),
-        _flights(reports, clock), peer_times(reports), clipped_peers(state), hardware, notices, clock.resumed_s,
+        _flights(reports, clock), peer_times(reports), outlying_peers(state), hardware, notices, clock.resumed_s,
         contract, _summary(directory, versions, curves, contract),
     )  # fmt: skip
 
@@ -225,15 +225,15 @@ def peer_times(reports: Iterable[VersionReport]) -> list[PeerTime]:
     return times
 
 
-def clipped_peers(state: RunState) -> list[Clipped]:
-    """Peers that the report shows as clipped: in how many versions, and in how many parts."""
+def outlying_peers(state: RunState) -> list[Outlier]:
+    """Peers that the report shows as outliers: in how many versions, and in how many parts."""
     parts: dict[str, Counter[int]] = defaultdict(Counter)
     for version, reports in state.versions.items():
         for event in (report.event for report in reports.values()):
-            for peer, times in ((event.clipped or {}) if isinstance(event, events.VersionClosed) else {}).items():
+            for peer, times in ((event.outliers or {}) if isinstance(event, events.VersionClosed) else {}).items():
                 parts[peer][version] += times
-    found = [Clipped(peer, len(by_version), by_version.total()) for peer, by_version in parts.items()]
-    return sorted(found, key=lambda one: (-one.parts, one.peer))[:MAX_CLIPPED]
+    found = [Outlier(peer, len(by_version), by_version.total()) for peer, by_version in parts.items()]
+    return sorted(found, key=lambda one: (-one.parts, one.peer))[:MAX_OUTLIERS]
 
 
 def _hardware(peer: str, started: events.Started, used: events.HardwareUsed) -> PeerHardware:

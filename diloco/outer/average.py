@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -19,8 +21,9 @@ from diloco.base.hashing import content_hash
 from diloco.base.memory import floats
 from diloco.base.types import Commit
 from diloco.compress import Codec, PayloadError, bundle
+from diloco.config.contract import Contract
 from diloco.outer.fragments import Fragment, Layout
-from diloco.outer.robust import Rule, is_robust, robust_mean, sum_of_squares
+from diloco.outer.robust import ROBUST, Rule, is_robust, robust_mean, sum_of_squares
 
 T = TypeVar("T")
 Terms = Sequence[tuple[int, bytes]]
@@ -41,6 +44,32 @@ class BadTerm(PayloadError):
         """Its place among the payloads."""
 
 
+@dataclass(frozen=True)
+class Averaging:
+    """The rule by which a lane averages parts, and a count of outliers."""
+
+    rule: Rule = "mean"
+    _outliers: Counter[str] = field(default_factory=Counter, compare=False)
+
+    @staticmethod
+    def of(contract: Contract) -> Averaging:
+        """The rule that a contract asks for; a contract has one that is not the mean at most."""
+        outer = contract.outer
+        return Averaging(outer.averaging if outer.aggregation == "mean" else outer.aggregation)
+
+    def is_mean_of_few(self, weights: Sequence[int]) -> bool:
+        """Whether the rule is robust, and contributions of these weights are too few for it."""
+        return self.rule in ROBUST and not is_robust(self.rule, weights)
+
+    def note(self, peers: Iterable[str]) -> None:
+        """Count a part in which the contributions of these peers were outliers."""
+        self._outliers.update(peers)
+
+    def take(self) -> Mapping[str, int]:
+        """Parts in which each peer's contribution was an outlier, by its name, since the last call."""
+        return {peer: self._outliers.pop(peer) for peer in sorted(self._outliers)}
+
+
 def fold(
     payloads: Terms,
     elements: int,
@@ -48,7 +77,7 @@ def fold(
     max_norm_ratio: float = 0.0,
     trained: Sequence[int] = (),
     rule: Rule = "mean",
-    clipped: list[int] | None = None,
+    outliers: list[int] | None = None,
 ) -> bytes:
     """Weighted mean of one part, encoded: sum of weight * values over the sum of weights; or the bundle of them.
 
@@ -57,7 +86,7 @@ def fold(
     equal weights give the plain mean's bits and a single contribution its own. A sum that overflows saturates, lest
     one hostile contribution make a mean that everybody has to refuse; without any weight the mean is zero.
     `rule`: other than the plain mean it is by `radial_mean`, which a bundle cannot be, or `robust_mean`; all
-    contributions are in memory, decoded, then. `clipped`: gets the indices of those that a robust rule clipped.
+    contributions are in memory, decoded, then. `outliers`: gets their indices, by a robust rule.
 
     Raises BadTerm when a payload does not decode (`Codec.decode`), or when it is beyond `max_norm_ratio` times the
     size of the others (`outlier`; 0: never). `trained`: tokens behind each payload.
@@ -66,13 +95,13 @@ def fold(
     if codec.gathered and len(payloads) > bundle.MAX_CONTRIBUTIONS:
         most = bundle.MAX_CONTRIBUTIONS
         raise BadTerm(most, f"more contributions than the {most} of a bundle")
-    if is_robust(rule, weights):
+    if rule in ROBUST and is_robust(rule, weights):
         decoded = _each(payloads, lambda _, payload: codec.decode(payload, elements))
         squares = [float(torch.dot(values, values)) for values in decoded]
         values, far = robust_mean(decoded, weights, rule)
         mean = bundle.join(payloads) if codec.gathered else codec.encode(values)
-        if clipped is not None:
-            clipped += far
+        if outliers is not None:
+            outliers += far
     elif codec.gathered:
         squares = _each(payloads, lambda _, payload: codec.squares(payload, elements))
         mean = bundle.join(payloads)

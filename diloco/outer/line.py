@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,18 +18,59 @@ from torch import Tensor
 from diloco.base.clock import monotonic_s, new_incarnation
 from diloco.base.decisions import Apply, Measure
 from diloco.base.ranks import Alone, Ranks
-from diloco.base.types import Commit, Contribution, Counted
+from diloco.base.types import Commit, Contribution, Counted, Member
 from diloco.compress import Codec
 from diloco.compress.encoding import Encode, encode_now
 from diloco.outer.fragments import Fragment, Layout, Weights
 from diloco.outer.merge import Carry, carry, carry_fragment
 from diloco.outer.pseudograd import left_over
 from diloco.outer.state import FragmentState, OuterOptimizer, OuterState
-from diloco.protocol.claims import Weighing
 from diloco.protocol.messages import Fork
+
+if TYPE_CHECKING:
+    from diloco.config.contract import Contract
 
 MAX_VALUE = torch.finfo(torch.float32).max / 2
 """Largest |value| accepted in anchor or weights, so that their difference stays finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """The contract's rule for the weight of a contribution, and for the size of a version's outer step.
+
+    It is the same for all peers: the share that follows from a commit goes into the outer state.
+    """
+
+    by_tokens: bool = False
+    """Contributions weigh as many as their tokens; else all weigh the same."""
+    whole: int = 1
+    """Weight of one with a round's inner steps that is not late."""
+    staleness_power: float = 0.0
+    """`OuterSection.staleness_power`."""
+    shares: bool = False
+    """A version's outer step is in proportion to what it counts (`OuterSection.partial`)."""
+
+    @staticmethod
+    def of(contract: Contract) -> Weighing:
+        """A contract's rule for the weight of contributions and the size of outer steps."""
+        outer = contract.outer
+        by_tokens = outer.weighting == "tokens"
+        whole = contract.steps_per_round * contract.tokens_per_step if by_tokens else contract.same_weight
+        return Weighing(by_tokens, whole, outer.staleness_power, contract.partial == "share")
+
+    def weight(self, tokens: int, staleness: float) -> int:
+        """Weight in the mean of a contribution of so many tokens. `staleness`: versions that closed while it was made,
+        over the trainers: one that is not slower than the others has at most about 1."""
+        late: float = max(staleness, 1.0) ** -self.staleness_power
+        return max(round((tokens if self.by_tokens else self.whole) * late), 1)
+
+    def share(self, counted: Sequence[Counted], view: Sequence[Member]) -> float:
+        """Share of an outer step that a version makes: the weights that it counts over the whole weight of all
+        trainers, those in the `view` and those that it counts. 1 at most, and always 1 where `shares` is off."""
+        if not self.shares:
+            return 1.0
+        trainers = {member.peer for member in view if not member.witness} | {entry.peer for entry in counted}
+        return min(sum(entry.weight for entry in counted) / (len(trainers) * self.whole), 1.0)
 
 
 @dataclass

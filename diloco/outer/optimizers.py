@@ -195,7 +195,7 @@ class Stepping:
     """By group of parameters."""
     optimizer: OuterOptimizer
     share: float = 1.0
-    """Share of an outer step (`diloco.protocol.claims.Weighing`)."""
+    """Share of an outer step (`diloco.outer.line.Weighing`)."""
     ahead: bool = True
     """Each part is stepped as its mean arrives; else all in place, when the version is applied."""
     seconds: dict[str, float] = field(default_factory=lambda: {"average": 0.0, "outer": 0.0})

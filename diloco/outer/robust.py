@@ -18,9 +18,8 @@ part from each contributor, two more in fp64, and 64 Ki values of each contribut
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
@@ -43,35 +42,9 @@ TRIMMED = 0.25
 HEAVY = 2
 """A contribution weighs at most so many median weights."""
 FAR = 2.0
-"""A contribution counts as clipped where it is further from the mean than so many median distances."""
+"""A contribution is an outlier where it is further from the mean than so many median distances."""
 CHUNK = 2**16
 """Values of a part that are worked on at a time: they stay in the cache."""
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """The rule by which a lane averages parts, and a count of those that it clipped."""
-
-    rule: Rule = "mean"
-    _clipped: Counter[str] = field(default_factory=Counter, compare=False)
-
-    @staticmethod
-    def of(contract: Contract) -> Averaging:
-        """The rule that a contract asks for; a contract has one that is not the mean at most."""
-        outer = contract.outer
-        return Averaging(outer.averaging if outer.aggregation == "mean" else outer.aggregation)
-
-    def is_mean_of_few(self, weights: Sequence[int]) -> bool:
-        """Whether the rule is robust, and contributions of these weights are too few for it."""
-        return self.rule in ROBUST and not is_robust(self.rule, weights)
-
-    def note(self, peers: Iterable[str]) -> None:
-        """Count a part in which the contributions of these peers were clipped."""
-        self._clipped.update(peers)
-
-    def take(self) -> Mapping[str, int]:
-        """Parts in which each peer's contribution was clipped, by its name, since the last call."""
-        return {peer: self._clipped.pop(peer) for peer in sorted(self._clipped)}
 
 
 def is_robust(rule: Rule, weights: Iterable[int]) -> bool:
@@ -80,7 +53,7 @@ def is_robust(rule: Rule, weights: Iterable[int]) -> bool:
 
 
 def robust_mean(decoded: Sequence[Tensor], weights: Sequence[int], rule: Rule) -> tuple[Tensor, list[int]]:
-    """The mean of one part by a robust rule, a new flat fp32 tensor, and the places of the contributions it clipped.
+    """The mean of one part by a robust rule, a new flat fp32 tensor, and the places of outliers.
 
     `decoded`: flat fp32 host tensors of finite values, all of one length, in the order of the view; `weights`: one per
     tensor, of which only ratios count. A contribution of weight 0 does not count at all. Three or more must count.
@@ -92,8 +65,8 @@ def robust_mean(decoded: Sequence[Tensor], weights: Sequence[int], rule: Rule) -
     shares = [weight / sum(capped) for weight in capped]
     mean = _RULES[rule](counted, shares)
     away = _lengths(counted, mean)
-    clipped = [place for place, length in zip(places, away, strict=True) if length > FAR * _lower_median(away)]
-    return mean.float().nan_to_num_(), clipped
+    outliers = [place for place, length in zip(places, away, strict=True) if length > FAR * _lower_median(away)]
+    return mean.float().nan_to_num_(), outliers
 
 
 def _clip(counted: Sequence[Tensor], shares: Sequence[float]) -> Tensor:

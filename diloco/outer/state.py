@@ -245,7 +245,7 @@ class OuterOptimizer(ABC):
         """The outer state after descending `mean`, the flat fp32 mean of pseudo-gradients.
 
         Its buffers are those of `into`, which are overwritten and may be those of `state`, or new ones. `share`, above
-        0 and at most 1: how much of a step this is (`diloco.protocol.claims.Weighing`). SGD and Nesterov only
+        0 and at most 1: how much of a step this is (`diloco.outer.line.Weighing`). SGD and Nesterov only
         (`OuterSection.partial`) know of others than 1.
         """
         after = into or state.unfilled()

@@ -15,13 +15,14 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.terms import LaneTerms, Terms
 from diloco.island import Island
+from diloco.outer.average import Averaging
 from diloco.outer.fragments import Layout, Weights
-from diloco.outer.line import Line
+from diloco.outer.line import Line, Weighing
 from diloco.outer.merge import open_merge
 from diloco.outer.optimizers import open_outer
-from diloco.outer.robust import Averaging, codecs_of
+from diloco.outer.robust import codecs_of
 from diloco.outer.state import OuterState, places
-from diloco.protocol.claims import Bounds, Weighing
+from diloco.protocol.claims import Bounds
 from diloco.protocol.messages import Fork
 from diloco.protocol.streams import MAX_CHUNKS, Welcome
 from diloco.protocol.view import Policy, Rules, Timing

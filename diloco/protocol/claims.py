@@ -7,66 +7,18 @@ contributor for each `Begin`, a voter for each proposal, every peer for each com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from diloco.base.types import Commit, Counted, Leases, Member
+from diloco.base.types import Commit, Counted, Leases
 from diloco.protocol import leases
 
 if TYPE_CHECKING:
     from diloco.config.contract import Contract
 
-FINE = 1000
-"""Weight of a contribution where weights are not all the same: weights are whole numbers."""
 CLAIMED_ROUNDS: Final = 64
 """Rounds of tokens that one contribution may claim. A peer that was alone for longer gives up the credit for the rest
 (`Peer.limit_claim`); its progress counts all the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class Weighing:
-    """The contract's rule for the weight of a contribution, and for the size of a version's outer step.
-
-    It is the same for all peers: the share that follows from a commit goes into the outer state.
-    """
-
-    by_tokens: bool = False
-    """Contributions weigh as many as their tokens; else all weigh the same."""
-    whole: int = 1
-    """Weight of one with a round's inner steps that is not late."""
-    staleness_power: float = 0.0
-    """`OuterSection.staleness_power`."""
-    shares: bool = False
-    """A version's outer step is in proportion to what it counts (`OuterSection.partial`)."""
-
-    @staticmethod
-    def of(contract: Contract) -> Weighing:
-        """A contract's rule for the weight of contributions and the size of outer steps."""
-        outer = contract.outer
-        by_tokens = outer.weighting == "tokens"
-        same = FINE if outer.staleness_power else 1
-        whole = contract.steps_per_round * contract.tokens_per_step if by_tokens else same
-        return Weighing(by_tokens, whole, outer.staleness_power, contract.partial == "share")
-
-    def weight(self, tokens: int, staleness: float) -> int:
-        """Weight in the mean of a contribution of so many tokens. `staleness`: versions that closed while it was made,
-        over the trainers: one that is not slower than the others has at most about 1."""
-        late: float = max(staleness, 1.0) ** -self.staleness_power
-        return max(round((tokens if self.by_tokens else self.whole) * late), 1)
-
-    def most_and_least(self, tokens: int) -> tuple[int, int]:
-        """The most and the least that a contribution of so many tokens weighs, however late it is."""
-        most = max(tokens if self.by_tokens else self.whole, 1)
-        return most, 1 if self.staleness_power else most
-
-    def share(self, counted: Sequence[Counted], view: Sequence[Member]) -> float:
-        """Share of an outer step that a version makes: the weights that it counts over the whole weight of all
-        trainers, those in the `view` and those that it counts. 1 at most, and always 1 where `shares` is off."""
-        if not self.shares:
-            return 1.0
-        trainers = {member.peer for member in view if not member.witness} | {entry.peer for entry in counted}
-        return min(sum(entry.weight for entry in counted) / (len(trainers) * self.whole), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +30,11 @@ class Bounds:
     fragments: int
     lease_blocks: int
     """Data blocks that every trainer holds at least after a commit."""
-    weighing: Weighing = field(default_factory=Weighing)
+    by_tokens: bool = False
+    """Contributions weigh as many as their tokens; else all weigh the same."""
+    same: int = 1
+    """Weight of one that is not late, where all weigh the same."""
+    late_weigh_less: bool = False
     max_tokens: int = 2**53
     """Most tokens of one contribution."""
 
@@ -87,8 +43,9 @@ class Bounds:
         """A contract's bounds. It does not know the tokens of an own loop's step: those have the run's as their end."""
         rounds = CLAIMED_ROUNDS * contract.max_steps_per_round * contract.tokens_per_step
         most = max(rounds, contract.run.total_tokens) if contract.model.kind == "external" else rounds
-        fragments, weighing = contract.sync.fragments, Weighing.of(contract)
-        return Bounds(contract.digest, fragments, contract.lease_blocks, weighing, most)
+        outer, fragments = contract.outer, contract.sync.fragments
+        weights = outer.weighting == "tokens", contract.same_weight, outer.staleness_power > 0
+        return Bounds(contract.digest, fragments, contract.lease_blocks, *weights, most)
 
 
 # ---------------------------------------------------------------- a contribution
@@ -109,7 +66,8 @@ def why_not_counted(claim: Counted, before: Commit, bounds: Bounds) -> str:
 def _why_not_so_much(claim: Counted, bounds: Bounds) -> str:
     if claim.tokens > bounds.max_tokens:
         return f"{claim.peer} claims {claim.tokens:,} tokens, and a contribution has {bounds.max_tokens:,} at most"
-    most, least = bounds.weighing.most_and_least(claim.tokens)
+    most = max(claim.tokens if bounds.by_tokens else bounds.same, 1)
+    least = 1 if bounds.late_weigh_less else most
     if not least <= claim.weight <= most:
         return f"{claim.peer} claims weight {claim.weight:,}, and {claim.tokens:,} tokens weigh {least:,} to {most:,}"
     return ""

@@ -107,7 +107,7 @@ class Membership:
 
     def may_call(self, member: Member) -> bool:
         """Whether calls may go to a member's address: the view has it, or the roster more than the member's word."""
-        return self.roster.is_proven(member) or any(
+        return self.roster.is_located(member) or any(
             (one, one.address) == (member, member.address) for one in self.chain.view
         )
 

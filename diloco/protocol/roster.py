@@ -108,7 +108,7 @@ class RosterEntry:
         self.since_s = self.heard_at_s
 
     @property
-    def proven(self) -> bool:
+    def located(self) -> bool:
         """Whether its address is more than its own word: before that nothing but one `Hello` at a time goes there."""
         return self.vouched or self.answered
 
@@ -239,7 +239,7 @@ class Roster:
         known = self.get(member)
         if known is None:
             known = self._add(self._next_life(self._entries.get(member.peer), member, now))
-        if not known.proven:
+        if not known.located:
             known.member = member  # else it goes on at another address once it has answered there
         known.heard_at_s = now
         if heartbeat is not None:
@@ -289,11 +289,8 @@ class Roster:
     def introduce(self, member: Member, now: float) -> None:
         """Note on the roster a peer of another lineage. It gets our heartbeats once it has answered, and no entry under
         its name changes."""
-        known = self._strangers.get(member.peer)
-        if known is None and len(self._strangers) >= MAX_NAMES:
-            return
-        same = known is not None and known.member == member and known.member.address == member.address
-        self._strangers[member.peer] = Stranger(member, now, same and known is not None and known.answered)
+        if member.peer in self._strangers or len(self._strangers) < MAX_NAMES:
+            self._strangers[member.peer] = Stranger(member, now, self.is_located(member))
 
     def strangers(self, now: float) -> list[Member]:
         """Peers of other lineages on the roster that spoke lately."""
@@ -319,10 +316,10 @@ class Roster:
         if stranger is not None and stranger.member == member and stranger.member.address == member.address:
             self._strangers[member.peer] = replace(stranger, answered=True)
 
-    def is_proven(self, member: Member) -> bool:
+    def is_located(self, member: Member) -> bool:
         """Whether the roster has more than the own word of this life of a peer that it is at this address."""
         known, stranger = self.get(member), self._strangers.get(member.peer)
-        found = [known.member] if known is not None and known.proven else []
+        found = [known.member] if known is not None and known.located else []
         found += [stranger.member] if stranger is not None and stranger.answered else []
         return any(one == member and one.address == member.address for one in found)
 
@@ -330,7 +327,7 @@ class Roster:
         """Whether this life of a peer, of this lineage or another, is on the roster and not proven at this address."""
         stranger = self._strangers.get(member.peer)
         here = self.get(member) is not None or (stranger is not None and stranger.member == member)
-        return here and not self.is_proven(member)
+        return here and not self.is_located(member)
 
     def reaches(self, member: Member) -> bool:
         """Whether this life of a peer has answered at this address, and nothing since then could not be delivered."""

@@ -13,6 +13,7 @@ has `model.kind = "external"`. `OwnLoop` is that training loop, as a run sees it
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -137,6 +138,8 @@ def make_folder(directory: Path, site: Site) -> Path:
     ResourceError."""
     try:
         make_folders(directory, 0o700)
+        if directory.stat().st_uid == os.getuid():
+            directory.chmod(0o700)  # it may have been there, for others to read
         remember(directory, site)
     except OSError as error:
         cause = f"cannot write to {directory}: {error.strerror}"

@@ -86,7 +86,7 @@ def member_address(text: str) -> str:
 
 def remember(directory: Path, site: Site) -> None:
     """Write the site's data root to `site.json` in the folder of a peer that enters a run: what is resumed or evaluated
-    later finds the same data. With the folder's own number: a copy, which anybody may have made, remembers nothing.
+    later finds the same data. With the folder's inode: a copy, which anybody may have made, remembers nothing.
     Raises OSError."""
     path = directory / SITE_CARD
     beside = path.with_suffix(".new")
@@ -113,6 +113,6 @@ def remembered_root(path: Path) -> str | None:
         fix = "delete it, and name the data's folder: data.root, --data-root"
         raise StateError(f"{found} is damaged", fix) from error
     if number != found.parent.stat().st_ino:
-        logger.warning("%s came from elsewhere: name the folder of the data (data.root, --data-root)", found)
+        logger.warning("%s was copied, moved or remounted: name the folder of the data (data.root, --data-root)", found)
         return None
     return str(root)

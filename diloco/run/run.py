@@ -427,8 +427,12 @@ class RunChronicle:
                 self.begin()
             return None
         assert isinstance(self.peer, Peer)
-        averaging = self.peer.exchange.terms.lane.averaging
-        if not self._warned_of_few and averaging.is_mean_of_few([counted.weight for counted in commit.counted]):
+        averaging, robust = self.peer.exchange.terms.lane.averaging, self.peer.contract.outer.aggregation != "mean"
+        if (
+            robust
+            and not self._warned_of_few
+            and averaging.is_mean_of_few([counted.weight for counted in commit.counted])
+        ):
             self._warned_of_few = True
             few = f"outer.aggregation {averaging.rule!r} takes {MIN_CONTRIBUTIONS} contributions, or it is the mean"
             self.peer.warn(f"version {commit.version} counts {len(commit.counted)}: {few}, with no defence")
@@ -457,7 +461,7 @@ class RunChronicle:
             repeats=self.reader.blocks.repeats if self.reader is not None else None,
             log_bytes=log_bytes,
             longest_sync_s=longest_sync_s,
-            clipped=averaging.take() or None,
+            outliers=(averaging.take() or None) if robust else None,
             **self.rank.trains.version_fields(),
         )
 

@@ -246,8 +246,9 @@ def unanswered(address: str, error: Exception) -> UnreachableError | TicketError
         advice = f"export the {VARIABLE} with which the run was founded"
         return TicketError(f"{address} does not let us in: {why}", advice)
     if why.startswith(("Handshake read failed", "Handshake write failed")):  # it took the connection, and closed it
-        cause = f"{address} closes new connections: as many are open there as it allows"
-        return StartingError(cause, "try again, or through another member; keep strangers from its port by a firewall")
+        cause = f"{address} closes new connections: it has as many as it allows, or no peer is behind that port"
+        fix = "try again, or through another member; keep strangers from a peer's port by a firewall"
+        return StartingError(cause, fix)
     return UnreachableError(
         f"nobody answers at {address} ({why})", "check host and port; any live member of the run will do"
     )

@@ -190,7 +190,7 @@ class GrpcLink(Link):
         return (await self._ask(address, lambda peer: peer.Status(peer_pb2.StatusRequest(), timeout=timeout_s))).json
 
     async def close(self) -> None:
-        """Close all gRPC connections; calls that are under way are cancelled."""
+        """Close all gRPC connections; calls that are under way are cancelled, but for a `Hello`, which soon ends."""
         while self._connections:
             await self._connections.popitem()[1].close()
 

@@ -216,7 +216,7 @@ def _look_in_files(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and any(one in path.read_bytes() for one in wanted):
             raise NotHeld(f"the secret is in {path.relative_to(folder)}")
-        written = path.relative_to(folder).parts[0] in ("p0", "p1", "judge") and path.parent != folder
+        written = path.relative_to(folder).parts[0] in ("p0", "p1", "judge")
         if written and not path.is_symlink() and path.stat().st_mode & 0o077:
             raise NotHeld(f"others may read {path.relative_to(folder)}: {path.stat().st_mode & 0o777:03o}")
 

@@ -7,9 +7,9 @@
 
 Each attack has a run of its own on loopback: `diloco peer` processes with at most 1,024 open files. An outsider
 knows only the address; a member knows the secret, and lies; an operator is careless; a giver hands over a file, a
-folder or a contract; a user shares the machine. Columns: whether it was held (no
-peer ended, versions went on, nothing false was taken), versions in 10 s before and during it, by how many MB the
-largest peer grew, the training loss after it, and what was said. The exit code is 1 where one was not held.
+folder or a contract; a user shares the machine. Columns: whether it was held (no peer ended, versions went on, nothing
+false was taken), versions in 10 s before and during it, by how many MB the largest peer grew, the training loss after
+it, and what was said. The exit code is 1 where one was not held.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from diloco.transport.process import raise_file_limit
 from scripts.attacks import files, floods, members, outsiders, values
-from scripts.attacks.victims import Attack, Row, end_on_sigterm, outcome, raise_our_limit
+from scripts.attacks.victims import Attack, Row, end_on_sigterm, outcome
 
 ATTACKS: tuple[Attack, ...] = (*outsiders.ATTACKS, *members.ATTACKS, *floods.ATTACKS, *values.ATTACKS, *files.ATTACKS)
 
@@ -34,7 +35,7 @@ def main() -> int:
         print(*(f"{one.by:9} {one.name}" for one in chosen), sep="\n")
         return 0
     end_on_sigterm()
-    raise_our_limit()
+    raise_file_limit()  # thousands of connections
     rows: list[Row] = []
     for attack in chosen:
         with tempfile.TemporaryDirectory() as folder:

@@ -24,8 +24,8 @@ def flipped_values(victims: Victims) -> str:
     victims.until(lambda: _counted(victims) >= VERSIONS, f"{VERSIONS} versions count the liar")
     after = _loss(victims)
     closed = [event for name in ("p0", "p1", "p2") for event in victims.events(name, "version")]
-    clipped = {int(event["version"]) for event in closed if "liar" in (event.get("clipped") or {})}
-    said = f"loss {before:.2f}, then {after:.2f}; clipped in {len(clipped)} of {_counted(victims)} versions"
+    outliers = {int(event["version"]) for event in closed if "liar" in (event.get("outliers") or {})}
+    said = f"loss {before:.2f}, then {after:.2f}; outliers in {len(outliers)} of {_counted(victims)} versions"
     if not after < before + WORSE:
         raise NotHeld(said)
     return said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import subprocess
 import sys
@@ -107,10 +106,14 @@ class Victims:
         contract.write_text(CONTRACT.format(peers=peers))
         self._launch = ["bash", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "bash"]
         sets = [word for line in settings for word in ("--set", line)]
-        self.start("p0", str(contract), *sets)
-        for number in range(1, peers):
-            self.join(f"p{number}")
-        self.until(lambda: min(map(self.version, self.names)) >= 1, "the first version")
+        try:
+            self.start("p0", str(contract), *sets)
+            for number in range(1, peers):
+                self.join(f"p{number}")
+            self.until(lambda: min(map(self.version, self.names)) >= 1, "the first version")
+        except BaseException:
+            self.close()
+            raise
 
     # ------------------------------------------------------------ peers
 
@@ -221,12 +224,6 @@ def _resident_mb(pid: int) -> float:
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024
     return 0.0
-
-
-def raise_our_limit() -> None:
-    """An attacker may have as many files open as it wants: thousands of connections."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def outcome(attack: Attack, folder: Path) -> Row:

@@ -258,7 +258,7 @@ def _forgiven_offence() -> Iterator[None]:
 
 
 def _replay_heard() -> Iterator[None]:
-    with _replaced(Admission, "replayed", lambda admission, envelope: False):
+    with _replaced(Admission, "replayed", lambda admission, envelope, now: False):
         yield
 
 

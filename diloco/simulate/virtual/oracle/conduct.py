@@ -98,6 +98,11 @@ class SimulatedConduct:
             life = self._lives[host.life] = Conduct()
         return life
 
+    @property
+    def _may_lie(self) -> bool:
+        """Whether there are peers in the plan that say what no honest one does, or took damage that shows as that."""
+        return any(fault.kind in ("lie", "stranger", "drift") for fault in self.world.plan.faults)
+
     # ------------------------------------------------------------ what a peer says and does
 
     def on_effects(self, host: SimulatedProcess, effects: Sequence[fx.Effect]) -> None:
@@ -114,6 +119,8 @@ class SimulatedConduct:
                     self._said(host, life, to, envelope)
                 case fx.Close(commit):
                     self._closes(host, life, commit)
+                case fx.Note(reason, _) if reason.startswith("refused, from ") and not self._may_lie:
+                    raise Violation("I7", f"{host.name} takes an honest peer for a liar: {reason}")
                 case fx.CatchUp(source) if source.witness:
                     raise Violation("I7", f"{host.name} asks the witness {source.peer} for commits")
         self._stands(host, life)
