@@ -17,8 +17,8 @@ from diloco.accounts.replay import Replay, Replayer, Verdict, replay, replay_tex
 from diloco.base.errors import StateError, UsageError
 from diloco.base.sealed import sealed_line
 from diloco.base.types import Contribution, Omitted
+from diloco.config.contract import FINE
 from diloco.outer.state import OuterState
-from diloco.protocol.claims import FINE
 from diloco.storage.checkpoint import load
 from tests.local import LocalWorld
 from tests.paper import PaperRun
