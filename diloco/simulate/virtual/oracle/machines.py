@@ -83,6 +83,13 @@ class SimulatedMachines:
                 return process
         return None
 
+    def latest_of(self, member: Member) -> SimulatedProcess | None:
+        """The latest process of this life of a peer, wherever it listens."""
+        lives = (
+            one for one in reversed(self._processes.get(member.peer, [])) if member.incarnation in one.incarnations
+        )
+        return next(lives, None)
+
     def saved_at_least(self, versions: int) -> int:
         """Version that some disk must have a checkpoint of, or of a later one: it is known to be whole; or a life whose
         disk refused nothing saves one after it applied so many versions, and may die while it does."""

@@ -147,8 +147,11 @@ class SimulatedReductions:
         leased = [*commit.leases.returned, *(run for held in commit.leases.held.values() for run in held)]
         for peer in before.leases.held.keys() - commit.leases.held.keys():
             member = before.member(peer)
-            process = self.world.machines.process_of(member) if member is not None else None
-            if process is None or process.leaving or (process.run is not None and process.run.done):
+            machines = self.world.machines
+            # A view has the address of an earlier process, where the life went on at another one since.
+            found = [machines.process_of(member), machines.latest_of(member)] if member is not None else []
+            lives = [process for process in found if process is not None]
+            if not lives or any(one.leaving or (one.run is not None and one.run.done) for one in lives):
                 continue  # who is late for the final sync is done while the others go on, and says goodbye
             for lost in before.leases.held[peer]:
                 if any(run.start < lost.stop and lost.start < run.stop for run in leased):
