@@ -975,6 +975,17 @@ def reducing() -> OnPaper:
     return machine
 
 
+def completes(machine: OnPaper) -> list[tuple[Member, m.Propose]]:
+    """All of the mean comes: what the machine proposes, and to whom."""
+    for part, sender in product((0, 1), (B, C)):
+        machine.handle(m.ContributionArrived(7, 0, sender.peer, part), 0.5)
+    for part in (0, 1):
+        machine.handle(m.PartFolded(7, 0, part), 0.5)
+    for part, owner in enumerate("bbcc", 2):
+        machine.handle(m.MeanArrived(7, 0, owner, part), 0.5)
+    return sends(machine.handle(m.MeanHeld("mean", 7, 0), 0.6), m.Propose)
+
+
 def admits_x(machine: OnPaper) -> tuple[list[Member], Commit]:
     """x asks to join: what the machine proposes at its next tick, and to whom."""
     machine.hear(X, m.Heartbeat(7, -1, True, Progress()), 0.2)
@@ -1016,13 +1027,7 @@ def test_the_mean_is_proposed_under_the_head_that_came_meanwhile() -> None:
     machine = reducing()
     _, head = admits_x(machine)
     machine.hear(B, m.Accept(7, 0, head.digest), 0.4)
-    for part, sender in product((0, 1), (B, C)):
-        machine.handle(m.ContributionArrived(7, 0, sender.peer, part), 0.5)
-    for part in (0, 1):
-        machine.handle(m.PartFolded(7, 0, part), 0.5)
-    for part, owner in enumerate("bbcc", 2):
-        machine.handle(m.MeanArrived(7, 0, owner, part), 0.5)
-    proposals = sends(machine.handle(m.MeanHeld("mean", 7, 0), 0.6), m.Propose)
+    proposals = completes(machine)
     assert [to for to, _ in proposals] == [B, C, X]
     propose = proposals[0][1]
     assert (propose.key, propose.reduction_height, propose.reduction_attempt) == ((8, 0), 7, 0)
@@ -1364,6 +1369,21 @@ def test_the_honest_one_is_voted_for_and_followed() -> None:
     assert machine.commit == commit
 
 
+def test_another_history_at_our_height_accuses_nobody() -> None:
+    """Two histories may meet where a disk lied. Heartbeats name it, and a person decides."""
+    machine, seat, attempt = led()
+    assert machine.commit is not None
+    other = replace(following(machine.commit, "mean"), previous="another")
+    machine.handle(m.MeanHeld("mean"), 0.1)
+    machine.hear(seat, m.Propose(7, attempt, other), 0.2)
+    assert (machine._acceptor.accepted, machine.attempt, machine.roster.offences) == ((-1, None), 0, {})
+    machine = standing(7, seat=A)
+    machine.hear(C, m.Ready(7, 0, m.Offer(0, 7, 1, 10, 0), "state", 0, other), 0.1)
+    tally = machine._coordinator._tally
+    assert tally is None or "c" not in tally.ready
+    assert not machine.roster.offences
+
+
 def test_a_founding_within_a_lineage_is_not_followed() -> None:
     """It needs no mean and no vote: any member could take the run over with it."""
     machine = standing(7)
@@ -1400,13 +1420,7 @@ def test_a_begin_with_such_a_claim_is_refused() -> None:
 def test_a_proposal_counts_whom_its_mean_was_made_of(counts: int) -> None:
     """Else what the others gave is in the weights and stays their progress: it counts twice."""
     machine = reducing()
-    for part, sender in product((0, 1), (B, C)):
-        machine.handle(m.ContributionArrived(7, 0, sender.peer, part), 0.5)
-    for part in (0, 1):
-        machine.handle(m.PartFolded(7, 0, part), 0.5)
-    for part, owner in enumerate("bbcc", 2):
-        machine.handle(m.MeanArrived(7, 0, owner, part), 0.5)
-    commit = sends(machine.handle(m.MeanHeld("mean", 7, 0), 0.6), m.Propose)[0][1].commit
+    commit = completes(machine)[0][1].commit
     counted = commit.counted[:counts]
     proposed = replace(commit, counted=counted, tokens=sum(entry.tokens for entry in counted) - 30 + commit.tokens)
     attempt = next(attempt for attempt in range(1, 9) if machine._acceptor.seat(attempt) == B)

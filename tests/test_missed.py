@@ -124,7 +124,7 @@ def test_versions_that_close_while_fetched_ones_are_hashed_come_once_and_in_orde
         async def learn() -> None:
             if commit.version > exchange.version:
                 await noted(Closed(commit, parts))
-                exchange._feed(Learned(commit))
+                exchange._feed(Learned(commit, exchange.machine.others()[0]))
 
         if commit.version < version + 3:
             world.run(learn())  # from another member

@@ -107,7 +107,7 @@ class Fetcher:
         for closed in fitting:
             if closed.commit.height > self._since():  # else it closed here meanwhile
                 await self._archive.take_mean(closed)
-                self._feed(m.Learned(closed.commit))
+                self._feed(m.Learned(closed.commit, source))
         return bool(missed) or since != self._since()  # or a version closed here meanwhile
 
     async def _fitting(self, fetched: Sequence[Closed]) -> Sequence[Closed]:

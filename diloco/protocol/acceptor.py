@@ -118,6 +118,8 @@ class Acceptor:
         current = self.chain.current(sender, body.height)
         if not current or body.attempt < self.attempt or sender != self.seat(body.attempt):
             return
+        if not self.chain.leads_on(body.commit):
+            return  # of another history at the same height: no lie, and heartbeats name it
         if lie := self._why_refused(body):
             self.membership.lied(sender, f"it proposes a commit that cannot be: {lie}")
             self._post.next_attempt(body.attempt + 1, self._post.reason)

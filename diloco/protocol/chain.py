@@ -102,7 +102,7 @@ class Chain:
 
     def forks_here(self, commit: Commit) -> bool:
         """Whether a commit founds a lineage on the version that the chain is at."""
-        return self.commit is not None and commit.founds and commit.previous == self.commit.digest
+        return commit.founds and self.leads_on(commit)
 
     def leads_here(self, body: m.Body) -> bool:
         """Whether a commit takes this voter along into a lineage apart: it and the founder lack a majority alike."""
@@ -187,11 +187,12 @@ class Chain:
             self.decide(commit, sender)
 
     def decide(self, commit: Commit, source: Member) -> None:
-        """A commit holds: close its version if its mean is held or on its way, else request that."""
-        if self._refuses(commit, source):
+        """A commit holds: close its version if its mean is held or on its way, else request that. Those that are our
+        own word were checked before."""
+        if source != self.membership.me and self._refuses(commit, source):
             return
         founds = self.commit is None and commit.founds and commit.version == self.state.version
-        follows = self.commit is not None and commit.previous == self.commit.digest
+        follows = self.leads_on(commit)
         held = follows and (not commit.moves or self.contributor.holds(commit.mean_digest))
         if founds or self.membership.me.witness or self.forks_here(commit) or held:
             self._close(commit)
@@ -201,12 +202,16 @@ class Chain:
         if not follows or not self.contributor.mean_is_coming():
             self._catch_up(source)
 
+    def leads_on(self, commit: Commit) -> bool:
+        """Whether this commit names ours as the one before it."""
+        return self.commit is not None and commit.previous == self.commit.digest
+
     def _refuses(self, commit: Commit, source: Member) -> bool:
         """Whether no honest peer drafts this commit, be it what follows ours or any: it is not followed."""
-        bounds = self._rules.bounds
-        ours = self.commit
-        follows = ours is not None and commit.previous == ours.digest
-        lie = why_no_successor(ours, commit, bounds) if ours and follows else why_malformed(commit, bounds)
+        bounds, ours = self._rules.bounds, self.commit
+        lie = (
+            why_no_successor(ours, commit, bounds) if ours and self.leads_on(commit) else why_malformed(commit, bounds)
+        )
         if lie:
             self.membership.lied(source, f"a commit that cannot be: {lie}")
         return bool(lie)
@@ -214,9 +219,8 @@ class Chain:
     def on_learned(self, event: m.Learned) -> None:
         """Move on to a commit that was fetched with its mean."""
         self._catching_up_until = self._post.now
-        follows = self.commit is not None and event.commit.previous == self.commit.digest
         founds = self.commit is None and event.commit.version == self.state.version
-        if (follows or founds) and not self._refuses(event.commit, self.membership.me):
+        if (self.leads_on(event.commit) or founds) and not self._refuses(event.commit, event.source):
             self._close(event.commit)
 
     def _close(self, commit: Commit) -> None:

@@ -87,6 +87,8 @@ class Coordinator:
             return
         assert chain.commit is not None
         bounds, lie = self._rules.bounds, ""
+        if body.accepted is not None and not chain.leads_on(body.accepted):
+            return  # it stands on another history at the same height
         if body.accepted is not None and (lie := why_no_successor(chain.commit, body.accepted, bounds)):
             membership.lied(sender, f"it accepted a commit that cannot be: {lie}")
             return

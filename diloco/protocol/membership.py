@@ -372,10 +372,9 @@ class Membership:
             self.roster.offended(peer)
 
     def lied(self, sender: Member, lie: str) -> None:
-        """A peer says what no honest peer says: note that, and count it as an offence, unless we fetched it."""
+        """A peer says what no honest peer says: note that, and count it as an offence."""
         self._post.note(f"refused, from {sender.peer}: {lie}")
-        if sender != self.me:
-            self.offended((sender.peer,))
+        self.offended((sender.peer,))
 
     # ------------------------------------------------------------ another view, or lineage
 

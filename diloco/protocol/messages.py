@@ -381,9 +381,10 @@ class MeanHeld:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """A commit that closed without this peer is here, fetched with its mean."""
+    """A commit that closed without this peer is here, fetched with its mean from `source`."""
 
     commit: Commit
+    source: Member
 
 
 @dataclass(frozen=True, slots=True)
