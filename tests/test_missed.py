@@ -105,6 +105,8 @@ def test_versions_that_close_while_fetched_ones_are_hashed_come_once_and_in_orde
     world: LocalWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = world.rounds_until_all_vote()
+    chain = world.peers[2].peer.exchange.machine._chain
+    world.call(lambda: setattr(chain, "_catching_up_until", math.inf))  # it asks nobody before all is in place here
     sleeper = left_behind(world, 3)
     exchange, is_mean_of, kept = sleeper.peer.exchange, average.is_mean_of, list[int]()
     take_mean = exchange.archive.take_mean
@@ -131,6 +133,7 @@ def test_versions_that_close_while_fetched_ones_are_hashed_come_once_and_in_orde
         return is_mean_of(parts, commit, layout)
 
     monkeypatch.setattr(missed, "is_mean_of", overtaken)
+    world.call(lambda: setattr(chain, "_catching_up_until", -math.inf))
     until(lambda: exchange.version == version + 3, "it has caught up", 20.0)
     sleeper.catch_up()
     assert [commit.version for commit in sleeper.commits if not commit.drafter] == list(range(version + 4))
