@@ -1,4 +1,4 @@
-"""Files that survive a power cut, that are private, or that stay in a folder. A simulation replaces the `Disk`."""
+"""Files that survive a power cut, or that are private. A simulation replaces the `Disk` beneath them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
-
-from diloco.base.errors import ConfigError
+from pathlib import Path
 
 _sync_data = getattr(os, "fdatasync", os.fsync)
 """A file's content and size. Its times may wait: they need the file system's journal, and so all that stands in it."""
@@ -49,28 +47,6 @@ def on_disk(other: Disk) -> Iterator[None]:
 def keep_files_private() -> None:
     """From here on only this user can read the files and folders that this process makes: they hold the run's state."""
     os.umask(os.umask(0o077) | 0o077)
-
-
-_STAY_INSIDE = "set the site's data.root to a folder that holds it, and name it relative to that"
-
-
-def inside(path: str, root: Path) -> Path:
-    """`root / path`, for a path in a contract. Refused with ConfigError where it leads out of the data folder `root` or
-    through a hidden name."""
-    if "\0" in path:
-        raise ConfigError(f"data path {path!r} holds a zero byte, which no file's name does", _STAY_INSIDE)
-    parts = PurePosixPath(path).parts
-    if any(part.startswith(".") for part in parts):
-        through = ".." if ".." in parts else "a hidden name"
-        raise ConfigError(f"data path {path!r} goes through {through}", _STAY_INSIDE)
-    check_inside(root / path, root)
-    return root / path
-
-
-def check_inside(path: Path, root: Path) -> None:
-    """Raises ConfigError where a path leads out of the data folder `root`, by a symbolic link for instance."""
-    if not path.resolve().is_relative_to(root.resolve()):
-        raise ConfigError(f"data path {path} leads out of the data folder {root.absolute()}", _STAY_INSIDE)
 
 
 def make_folders(path: Path, mode: int = 0o777) -> None:

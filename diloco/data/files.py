@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from diloco.base.errors import ConfigError, DataError
-from diloco.base.files import check_inside, inside
+from diloco.base.paths import check_inside, inside
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".jsonl")
 """Files read from a folder as text; a file that is named, or matches a glob, may be called anything."""

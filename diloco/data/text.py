@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from diloco.base.errors import ConfigError, DataError
-from diloco.base.files import inside
+from diloco.base.paths import inside
 from diloco.config.contract import DataSection
 from diloco.data.dataset import Dataset, TokenArray, fingerprint, split_dataset, token_dtype
 from diloco.data.files import TEXT_SUFFIXES, find, read_bytes, unreadable, walk

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from diloco.base.errors import ConfigError
-from diloco.base.files import check_inside, inside
+from diloco.base.paths import inside
 from diloco.config.contract import ModelSection
 from diloco.models.transformer import INIT_STD, NORM_EPS
 
@@ -146,8 +146,7 @@ def load_causal_lm(section: ModelSection, vocab_size: int, root: Path) -> Causal
     except ImportError as error:
         cause = f"model.kind 'hf' needs transformers: {error}"
         raise ConfigError(cause, "install it with: pip install 'diloco[hf]'") from error
-    folder = inside(str(section.hf_config), root)
-    check_inside(folder / "config.json", root)
+    folder = inside(f"{section.hf_config}/config.json", root).parent
     if not (folder / "config.json").is_file():
         cause = f"model.hf_config: no config.json in {folder}"
         raise ConfigError(cause, "give the folder's path relative to the site's data.root")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from diloco.base.errors import ConfigError, IncompatibleError, StateError, UsageError
-from diloco.base.files import inside
+from diloco.base.paths import inside
 from diloco.config.contract import Contract, ModelSection
 from diloco.config.load import contract_from_json
 from diloco.data import open_dataset
@@ -111,7 +111,7 @@ def _config(checkpoint: Checkpoint, data_root: Path) -> dict[str, Any] | None:
             return llama_config(section, vocab_size, checkpoint.contract.data.sequence_length)
         case "hf":
             # Whatever dtype it asks for, fp32 is what was trained and what is written.
-            return {**_read_json(inside(str(section.hf_config), data_root) / CONFIG), "dtype": "float32"}
+            return {**_read_json(inside(f"{section.hf_config}/{CONFIG}", data_root)), "dtype": "float32"}
         case "external":
             return None
 

@@ -428,14 +428,11 @@ class RunChronicle:
             return None
         assert isinstance(self.peer, Peer)
         averaging, robust = self.peer.exchange.terms.lane.averaging, self.peer.contract.outer.aggregation != "mean"
-        if (
-            robust
-            and not self._warned_of_few
-            and averaging.is_mean_of_few([counted.weight for counted in commit.counted])
-        ):
+        few = robust and averaging.is_mean_of_few([counted.weight for counted in commit.counted])
+        if few and not self._warned_of_few:
             self._warned_of_few = True
-            few = f"outer.aggregation {averaging.rule!r} takes {MIN_CONTRIBUTIONS} contributions, or it is the mean"
-            self.peer.warn(f"version {commit.version} counts {len(commit.counted)}: {few}, with no defence")
+            why = f"outer.aggregation {averaging.rule!r} takes {MIN_CONTRIBUTIONS} contributions, or it is the mean"
+            self.peer.warn(f"version {commit.version} counts {len(commit.counted)}: {why}, with no defence")
         wire, flight_s = self.peer.wire(), seconds.pop(FLIGHT, None)
         use = self.peer.exchange.votes.use
         log_bytes, longest_sync_s = use.take() if use is not None else (None, None)
