@@ -200,7 +200,7 @@ def test_a_commit_that_no_honest_peer_drafts_is_i9(run: PaperRun, change: dict[s
 
 
 def test_tokens_that_no_contribution_may_claim_are_given_up_and_the_progress_stays(run: PaperRun) -> None:
-    """Of a peer that was alone for long. What the others would refuse is not offered."""
+    """A peer that was alone for long does not offer what the others would refuse."""
     a = run.peers["a"]
     a.journal.trained(100_000, 0)
     bounds = Bounds.of(run.contract)

@@ -26,10 +26,11 @@ from diloco.transport.grpc_server import max_connections, serve
 from diloco.transport.link import LinkDown, LinkSlow
 from diloco.transport.process import raise_file_limit
 from diloco.transport.sockets import SocketCounter
-from tests.peers import KEYS
-from tests.test_link import ENVELOPE, Listener
 
 # ---------------------------------------------------------------- connections
+from scripts.attacks.outsiders import WEAK
+from tests.peers import KEYS
+from tests.test_link import ENVELOPE, Listener
 
 
 def test_idle_connections_make_room_for_members(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,25 +150,6 @@ def test_bytes_are_sampled_more_rarely_where_that_is_dear(monkeypatch: pytest.Mo
 
 
 # ---------------------------------------------------------------- secrets
-
-WEAK = [
-    "aaaaaaaaaaaaaaaa",
-    "abcabcabcabcabcabc",
-    "0123456789abcdef",
-    "zyxwvutsrqponmlk",
-    "passwordpassword",
-    "PasswordPassword1",
-    "qwertyuiopasdfgh",
-    "qwertyuiop123456",
-    "0011223344556677",
-    "1a2b3c4d5e6f7g8h",
-    "changemechangeme",
-    "letmeinletmeinletmein",
-    "00112233445566778899aabbccddeeff",
-    "deadbeefdeadbeefdeadbeefdeadbeef",
-    "0123456789abcdef0123456789abcdef",
-    "short",
-]
 
 
 @pytest.mark.parametrize("secret", WEAK)

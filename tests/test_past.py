@@ -130,7 +130,7 @@ def test_checkpoints_stay_where_a_run_that_waits_for_its_founding_gave_the_state
 
 
 def test_a_copy_of_the_version_that_is_here_brings_a_later_change_of_members(tmp_path: Path) -> None:
-    """What follows is made on that commit. An offer with an earlier one takes nothing back."""
+    """The next version is made on that commit. An offer with an earlier one takes nothing back."""
     run = PaperRun(tmp_path, "a", record=False)
     made, a = run.round().commit, run.peers["a"]
     changed = replace(

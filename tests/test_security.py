@@ -1,4 +1,4 @@
-"""What others give, files, folders, contracts and answers, does no harm; secrets stay where they are."""
+"""Files, folders, contracts and answers of others do no harm; secrets stay where they are."""
 
 from __future__ import annotations
 

@@ -8,11 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.__main__ import main as diloco
+from diloco.base.decisions import Measure
 from diloco.base.types import Commit, Voter
 from diloco.exchange.engine import Exchange
+from diloco.outer.line import Line, PendingContribution
+from diloco.peer import rank
 from diloco.protocol import messages as m
 from diloco.protocol.draft import Drafter
 from diloco.protocol.membership import Membership
+from diloco.round import Seconds, measure
+
+FLIP = -10.0
+"""Its contributions are that many times what it trained: not too large for `membership.max_norm_ratio`."""
 
 LIES: dict[str, Callable[[], None]] = {}
 """Each changes this process before it becomes a peer."""
@@ -116,6 +123,23 @@ def announced_founding() -> None:
         return _only_us(head, drafter="", state_digest="f" * 64, voters=(Voter("liar", 0, head.version - 1),))
 
     _announces(founding)
+
+
+@lie
+def flipped() -> None:
+    """The progress of all others is undone twice over."""
+
+    def changed(line: Line, how: Measure, seconds: Seconds) -> PendingContribution:
+        sent = measure(line, how, seconds)
+        fragment = line.layout.fragments[sent.contribution.fragment]
+        parts = []
+        for part, payload in enumerate(sent.contribution.parts):
+            codec = line.codecs[fragment.group_of(part)]
+            parts.append(codec.encode(codec.decode(payload, fragment.size_of(part)) * FLIP))
+        line.sent = replace(sent, contribution=replace(sent.contribution, parts=parts))
+        return line.sent
+
+    setattr(rank, "measure", changed)  # noqa: B010
 
 
 if __name__ == "__main__":

@@ -23,14 +23,27 @@ PACE = ("device.step_s=0.05",)
 MAX_GUESSES_PER_S = 20
 WEAK = (
     "aaaaaaaaaaaaaaaa",
+    "abcabcabcabcabcabc",
     "0123456789abcdef",
+    "zyxwvutsrqponmlk",
     "passwordpassword",
+    "PasswordPassword1",
+    "qwertyuiopasdfgh",
     "qwertyuiop123456",
+    "0011223344556677",
+    "1a2b3c4d5e6f7g8h",
+    "changemechangeme",
+    "letmeinletmeinletmein",
     "00112233445566778899aabbccddeeff",
+    "deadbeefdeadbeefdeadbeefdeadbeef",
+    "0123456789abcdef0123456789abcdef",
+    "short",
 )
 TICK_S = 0.02
 ROUND_S = 1.0
 """Seconds between two bytes of a connection, and in which all are opened."""
+OPEN_S = 60.0
+"""Longest time until all are opened: an attack by fewer shows nothing."""
 AGAIN_S = 10.0
 """Seconds in which all that were closed are opened again."""
 
@@ -52,8 +65,11 @@ class Crowd:
 
     def __enter__(self) -> Crowd:
         self._thread.start()
-        end_s = time.monotonic() + 60.0
-        while self.opened < self._number and time.monotonic() < end_s:
+        end_s = time.monotonic() + OPEN_S
+        while self.opened < self._number:
+            if time.monotonic() > end_s:
+                self.__exit__()
+                raise NotHeld(f"no attack: {self.opened} of {self._number} connections were opened in {OPEN_S:g} s")
             time.sleep(TICK_S)
         return self
 

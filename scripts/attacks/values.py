@@ -16,8 +16,8 @@ LOSS_VERSIONS = 5
 
 def flipped_values(victims: Victims) -> str:
     """A liar joins, is counted, and the honest peers' loss does not rise."""
-    before, words = _loss(victims), ("flipped", "peer")
-    victims.start("liar", "--join", victims.ticket("p0"), module="scripts.attacks.lies_of_values", words=words)
+    before = _loss(victims)
+    victims.join_liar("liar", "flipped")
     victims.until(lambda: _counted(victims) > 0, "the liar is counted")
     assert victims.row is not None
     victims.row.versions_during = victims.versions_in(CALM_S)

@@ -11,13 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from diloco.config.contract import Contract
-from diloco.config.load import load_contract
 from diloco.identity.keys import Keys, keys_of
 from diloco.observe.event_log import EventLine, read_lines
-from diloco.run.operate import ask_status
 from diloco.simulate.local.processes import SimulationProcess, end_all
 from scripts.environment import our_code
 
@@ -73,7 +70,7 @@ class Row:
     """By how much the largest peer grew."""
     loss: float | None = None
     said: str = ""
-    """What the attacked said, or why it did not hold."""
+    """Words of the attacked, or why it did not hold."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +138,8 @@ class Victims:
         words = (lie, "peer")
         self.start(name, "--join", self.ticket("p0"), *how, module="scripts.attacks.liar", words=words)
 
-    def card(self, name: str) -> dict[str, Any]:
-        """The ticket and the address of a peer, as it wrote them."""
-        tree: dict[str, Any] = json.loads((self.folder / name / "peer.json").read_text())
-        return tree
-
     def ticket(self, name: str) -> str:
-        return str(self.card(name)["ticket"])
+        return str(json.loads((self.folder / name / "peer.json").read_text())["ticket"])
 
     def address(self, name: str) -> str:
         return self.ticket(name).partition("/")[0]
@@ -156,13 +148,6 @@ class Victims:
     def keys(self) -> Keys:
         """Keys of all who know the run's secret."""
         return keys_of(self.secret)
-
-    @property
-    def contract(self) -> Contract:
-        return load_contract(self.folder / "contract.toml").value
-
-    def status(self, name: str) -> dict[str, Any]:
-        return ask_status(self.address(name))
 
     # ------------------------------------------------------------ what is seen of them
 
@@ -176,9 +161,6 @@ class Victims:
     def loss(self, name: str) -> float:
         """The training loss of a peer's latest version."""
         return float(self.events(name, "version")[-1]["loss"])
-
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name}.txt").read_text(errors="replace")
 
     def memory_mb(self) -> float:
         """Memory of the largest peer."""
@@ -211,7 +193,7 @@ class Victims:
         """Raises NotHeld where `diloco audit` finds something in the folders of all."""
         folders = [str(self.folder / name) for name in self.names]
         command = [sys.executable, "-m", "diloco", "audit", *folders]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=None)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise NotHeld(f"diloco audit: {done.stdout}{done.stderr}")
 
