@@ -812,6 +812,17 @@ def test_one_that_left_and_goes_on_in_another_lineage_is_spoken_to_at_its_addres
     assert [one.address for one in roster.strangers(1.0)] == [B.address, elsewhere.address]
 
 
+def test_what_the_directory_lists_without_saying_so_is_a_witness_by_its_own_word() -> None:
+    """It would coordinate, otherwise, where it has no state."""
+    roster, listed = Roster(A, suspect_s=4.0, offences_allowed=3), replace(WITNESS, witness=False)
+    for at_s in (0.0, 9.0):  # then it is silent
+        roster.meet([listed], at_s)
+        roster.answered(listed)
+        if not at_s:
+            roster.heard(WITNESS, 1.0)
+        assert roster.latest(WITNESS).witness
+
+
 def test_a_suspected_peer_refutes_with_its_next_word() -> None:
     roster = Roster(A, suspect_s=4.0, offences_allowed=3)
     roster.meet([B], 0.0)

@@ -107,6 +107,11 @@ class RosterEntry:
     def __post_init__(self) -> None:
         self.since_s = self.heard_at_s
 
+    def moves_to(self, address: str) -> None:
+        """This life is found at that address from now on. Nothing else changes: the directory does not list who is a
+        witness."""
+        self.member = replace(self.member, address=address)
+
     @property
     def located(self) -> bool:
         """Whether its address is more than its own word: before that nothing but one `Hello` at a time goes there."""
@@ -190,7 +195,7 @@ class Roster:
             if known is not None and member.incarnation == known.member.incarnation:
                 known.vouched = True
                 if not self._lives(known, now):
-                    known.member = member  # it may have gone on at another address
+                    known.moves_to(member.address)  # it may have gone on at another address
                 continue
             if known is not None and member.incarnation in known.former:
                 continue  # a view may keep its vote; that does not bring it back
@@ -239,8 +244,8 @@ class Roster:
         known = self.get(member)
         if known is None:
             known = self._add(self._next_life(self._entries.get(member.peer), member, now))
-        if not known.located:
-            known.member = member  # else it goes on at another address once it has answered there
+        # It goes on at another address once it has answered there. That it is a witness only itself says.
+        known.member = member if not known.located else replace(member, address=known.member.address)
         known.heard_at_s = now
         if heartbeat is not None:
             if known.heartbeat is not None and heartbeat.moved_bytes > known.heartbeat.moved_bytes:
@@ -310,7 +315,7 @@ class Roster:
     def answered(self, member: Member) -> None:
         """Note on the roster that this life of a peer answered a message at this address: it can be reached."""
         if (known := self.get(member)) is not None:
-            known.member = member
+            known.moves_to(member.address)
             known.answered, known.unreachable = True, False
         stranger = self._strangers.get(member.peer)
         if stranger is not None and stranger.member == member and stranger.member.address == member.address:
