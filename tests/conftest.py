@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where a shell runs the tests in the background they ignore it, and so would all that they start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+BESIDE_A_BUSY_THREAD = 1.6
+"""How much longer the same work takes on a CPU whose other hyperthread computes, too."""
 
 # The same examples on every run: a failure is a failure for everybody. No deadline: CI machines are noisy.
 hypothesis.settings.register_profile("diloco", derandomize=True, deadline=None, max_examples=60)
@@ -50,27 +54,47 @@ def warm_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", popen)
 
 
+@dataclass
+class _Probed:
+    """What was seen so far of the event loops of all peers that tests start."""
+
+    lines: dict[Path, int] = field(default_factory=dict)
+    """Lines looked at, by file."""
+    once: dict[str, str] = field(default_factory=dict)
+    """The line of the one time that a callback was over the limit, by at most `BESIDE_A_BUSY_THREAD`."""
+
+
 @pytest.fixture(autouse=True, scope="session")
-def _loop_probe(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, int]:
-    """Probe the event loops of all peers that tests start, in this process and in others. Lines looked at, by file."""
+def _loop_probe(tmp_path_factory: pytest.TempPathFactory) -> _Probed:
+    """Probe the event loops of all peers that tests start, in this process and in others."""
     os.environ[VARIABLE] = str(tmp_path_factory.getbasetemp() / "loops")
-    return {}
+    return _Probed()
 
 
 @pytest.fixture(autouse=True)
-def _loops_are_never_busy_for_long(_loop_probe: dict[Path, int]) -> Iterator[None]:
+def _loops_are_never_busy_for_long(_loop_probe: _Probed) -> Iterator[None]:
     """No callback of a peer's event loop takes more CPU time than the limit, also while it catches up.
 
     What garbage collection takes there counts in `diloco peer` and `diloco witness`, and not in somebody's own program;
-    what the host of a virtual machine took meanwhile counts nowhere, and on a slow CPU the limit is as much longer.
+    what the host of a virtual machine took meanwhile counts nowhere, and on a slow CPU the limit is as much longer. How
+    slow it was is measured after the callback, when the other hyperthread may have stopped to compute: so a callback
+    may once in all tests take as much longer as a busy one costs.
     """
     yield
     long: list[str] = []
     for path in Path(os.environ[VARIABLE]).glob("*.jsonl"):
         lines = path.read_text().splitlines()
-        new, _loop_probe[path] = lines[_loop_probe.get(path, 0) :], len(lines)
+        new, _loop_probe.lines[path] = lines[_loop_probe.lines.get(path, 0) :], len(lines)
         long += [line for line in new if _busy_s(json.loads(line)) > LIMIT_S]
-    assert not long, f"an event loop was busy for more than {1e3 * LIMIT_S:g} ms of CPU:\n" + "\n".join(long)
+    again = [line for line in long if _is_proof(line, _loop_probe.once)]
+    assert not again, f"an event loop was busy for more than {1e3 * LIMIT_S:g} ms of CPU:\n" + "\n".join(again)
+
+
+def _is_proof(line: str, once: dict[str, str]) -> bool:
+    """Whether a callback over the limit shows that it can be: it is far over, or the second time."""
+    read = json.loads(line)
+    first = once.setdefault(read["callback"], line)
+    return first != line or _busy_s(read) > BESIDE_A_BUSY_THREAD * LIMIT_S
 
 
 def _busy_s(line: dict[str, Any]) -> float:

@@ -149,14 +149,18 @@ def test_two_loops_gossip_and_end_alike() -> None:
         "codec": {"name": "fp32"},
     }
 
+    met: list[int] = []
+
     def train(run: diloco.Run, model: torch.nn.Linear, target: float) -> None:
+        most = 0
         with run:
             while not run.done:
                 with torch.no_grad():
                     model.weight.add_((target - model.weight) * 0.2)
                 run.step(tokens=10)
                 time.sleep(0.002)
-            assert len(run.peers) == 2
+                most = max(most, len(run.peers))  # at the end the other may have left
+        met.append(most)
 
     models = [torch.nn.Linear(8, 8) for _ in range(2)]
     founder = diloco.found(Contract.model_validate(tree), models[0])
@@ -169,7 +173,7 @@ def test_two_loops_gossip_and_end_alike() -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    assert met == [2, 2]
     assert min(founder.version, joiner.version) >= 3
     assert founder.tokens >= 2000
     torch.testing.assert_close(models[0].weight, models[1].weight, rtol=0.01, atol=0.01)
