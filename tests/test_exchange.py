@@ -143,15 +143,15 @@ def test_what_fails_while_a_message_is_handled_ends_the_exchange(
 ) -> None:
     """It has done half of what it decided. The sender is answered with an error, and nobody else would know."""
     exchange = world.peers[0].peer.exchange
-    monkeypatch.setattr(exchange.machine, "receive", lambda envelope, now_s: 1 / 0)
 
     def receive() -> None:
+        monkeypatch.setattr(exchange.machine, "receive", lambda envelope, now_s: 1 / 0)  # others' messages come later
         with pytest.raises(ZeroDivisionError):
             exchange.receive(None)  # type: ignore[arg-type]
         with pytest.raises(ZeroDivisionError):
             exchange.raise_failure()
 
-    world.ask(receive)  # before another peer's message comes
+    world.ask(receive)
 
 
 def test_a_copy_ends_with_what_is_found_out_meanwhile() -> None:

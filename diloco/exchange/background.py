@@ -95,16 +95,25 @@ class ExchangeTasks:
         """End the tasks of this exchange or lane. Another thread than the loop's waits until they have ended."""
         if self._loop.is_closed():
             return
-        ended = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            ended.result(5.0)
+        if self._is_here():
+            self._cancel_tasks()
+        else:
+            asyncio.run_coroutine_threadsafe(self._ending(), self._loop).result(5.0)
 
-    async def _stop(self) -> None:
+    def _is_here(self) -> bool:
+        """Whether the loop's thread is the one that runs."""
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
+
+    async def _ending(self) -> None:
+        self._cancel_tasks()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _cancel_tasks(self) -> None:
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 def settle(future: Future[T] | None, value: T) -> None:

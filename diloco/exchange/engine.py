@@ -286,10 +286,10 @@ class Exchange(ExchangeTasks):
         self._guarded(self._feed, m.Tick(self._moved_bytes))
         self._next_tick = self._loop.call_later(self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT, self._tick)
 
-    async def _stop(self) -> None:
+    def _cancel_tasks(self) -> None:
         if self._next_tick is not None:
             self._next_tick.cancel()
-        await super()._stop()
+        super()._cancel_tasks()
 
     def _feed(self, event: m.Event) -> None:
         if self._failure is None:  # else others are to hear nothing: it could not keep what it promises
