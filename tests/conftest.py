@@ -54,6 +54,12 @@ def warm_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", popen)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _key_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All peers that tests start, in this process and in others, have a key of their own user, and not the real one."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.getbasetemp() / "state")
+
+
 @dataclass
 class _Probed:
     """What was seen so far of the event loops of all peers that tests start."""

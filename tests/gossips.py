@@ -116,7 +116,7 @@ class Gossiper:
         self.target = torch.linspace(1, 2, world.elements)[:, None] * (1 + int(name[1:], 36) % 3)
         self.seen: list[EventLine] = []
         welcome = world.hello(through) if through is not None else None
-        self.runtime = MemoryRuntime(world, f"{name}:1") if world.in_memory else Runtime(1.0, world.send_bps)
+        self.runtime = MemoryRuntime(world, f"{name}:1") if world.in_memory else Runtime([""], 1.0, world.send_bps)
         endpoint: Any = LocalEndpoint(self.runtime, welcome)
         events = Events(None, name, [lambda stamped: self.seen.append(to_json(stamped))])
         island = Island(0, 1, torch.device("cpu"))

@@ -20,3 +20,10 @@ def test_a_run_goes_on_under_attack(attack: Attack, tmp_path: Path) -> None:
     row = outcome(replace(attack, slower=0.9), tmp_path)
     assert row.held, line(row)
     assert row.versions_during, line(row)
+
+
+@pytest.mark.slow
+def test_another_user_of_the_machine_is_kept_out(tmp_path: Path) -> None:
+    (attack,) = [one for one in ATTACKS if one.name == "another-user"]
+    row = outcome(attack, tmp_path)
+    assert row.held, line(row)

@@ -30,6 +30,7 @@ from diloco.run.past import PastRun
 from diloco.run.run import Run
 from diloco.transport import endpoint as runtime
 from diloco.transport.endpoint import Endpoint, Runtime, StartingError, reachable
+from diloco.transport.grpc_link import GrpcLink
 from diloco.transport.link import LinkRefused
 from tests.local import NoDirectory
 from tests.peers import DEADLINE_S, until
@@ -80,12 +81,12 @@ def starting(served: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch) ->
     """A founder that listens, and goes on only when somebody has knocked in vain: before its directory is open, and
     before the ranks of its island are there."""
     may_go_on = threading.Event()
-    hello = Runtime.hello
+    hello = Runtime.first_hello
 
     def slow(endpoint: Endpoint, run: str, warn: Callable[[str], None]) -> None:
         assert endpoint.welcome is not None or may_go_on.wait(DEADLINE_S)
 
-    def knocked(own: Runtime, address: str) -> Welcome:
+    def knocked(own: Runtime, address: str) -> tuple[Welcome, GrpcLink]:
         try:
             return hello(own, address)
         except StartingError:
@@ -93,7 +94,7 @@ def starting(served: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch) ->
             raise
 
     monkeypatch.setattr(Endpoint, "open_directory", slow)
-    monkeypatch.setattr(Runtime, "hello", knocked)
+    monkeypatch.setattr(Runtime, "first_hello", knocked)
     with ThreadPoolExecutor(1) as pool:
         founding = pool.submit(diloco.found, contract(), nn.Linear(4, 4))
         try:
@@ -127,14 +128,14 @@ def test_a_member_that_is_starting_is_waited_for_though_another_run_answers(monk
     """One of several addresses may be of another run by now: that says nothing of the others."""
     asked: list[str] = []
 
-    def hello(_: Runtime, address: str) -> Welcome:
+    def hello(own: Runtime, address: str) -> tuple[Welcome, GrpcLink]:
         asked.append(address)
         if asked == ["a:1", "b:1"]:
             raise StartingError("b:1 is still starting", "try again")
         trained = contract("other") if address == "a:1" else contract()
-        return Welcome(trained.to_json().encode(), "lineage", 0, True, (), (), "layout", "data")
+        return Welcome(trained.to_json().encode(), "lineage", 0, True, (), (), "layout", "data"), own.link
 
-    monkeypatch.setattr(Runtime, "hello", hello)
+    monkeypatch.setattr(Runtime, "first_hello", hello)
     with closing(Endpoint(Site())) as endpoint:
         assert endpoint.fetch_contract(f"a:1/{contract().digest},b:1") == contract()
     assert asked == ["a:1", "b:1", "a:1", "b:1"]
@@ -199,7 +200,7 @@ def test_a_run_that_is_closed_leaves_no_file_open(tmp_path: Path, with_folder: b
 
 
 def test_what_runs_when_a_loop_is_closed_is_cancelled() -> None:
-    own = Runtime(1.0)
+    own = Runtime([""], 1.0)
     endless = asyncio.run_coroutine_threadsafe(asyncio.sleep(1000.0), own.loop)
     own.close()
     assert endless.cancelled()

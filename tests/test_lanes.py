@@ -308,7 +308,7 @@ def two_ranks() -> Iterator[tuple[RemoteLane, Heard, Lane, RemoteExchange, async
             with suppress(ConnectionError):  # it is hung up on
                 while probe.recv(1024):
                     pass
-        here, there = Runtime(1.0, 0.0, 1), Runtime(1.0, 0.0, 1)
+        here, there = Runtime([""], 1.0), Runtime([""], 1.0)
         lane = Lane(lane_terms(contract(), Site(), LAYOUT), there.link, there.loop)
         first = RemoteExchange(RankWire(call_rank_0(("127.0.0.1", listener.port), key, 1)), lane, there.loop)
         wires = welcome.result(DEADLINE_S)

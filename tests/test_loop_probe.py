@@ -121,5 +121,5 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_fix(tmp_path: Path, mon
     taken.touch()
     monkeypatch.setenv(loop_probe.VARIABLE, str(taken / "loops"))
     with pytest.raises(UsageError, match=f"{loop_probe.VARIABLE}: {taken}/loops") as caught:
-        Runtime(1.0)
+        Runtime([""], 1.0)
     assert "unset" in caught.value.fix

@@ -59,7 +59,7 @@ class Train(Decision):
 
 class Meet(Decision):
     """Open a lane, and connect it to rank 0 at HOST:PORT with this key. `toward`: a member's address. `folder`: where
-    the rank logs its means; empty: nowhere."""
+    the rank logs its means; empty: nowhere. `private`: whether the run has a secret, which the rank finds itself."""
 
     host: str
     port: int
@@ -67,6 +67,7 @@ class Meet(Decision):
     name: str
     toward: str | None
     folder: str
+    private: bool
 
 
 class Measure(Decision):

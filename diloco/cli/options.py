@@ -29,7 +29,7 @@ Overrides = Annotated[
 AsJson = Annotated[bool, Option("--json", help="Print JSON for programs.")]
 Insecure = Annotated[
     bool,
-    Option("--insecure", help="Listen beyond loopback without DILOCO_SECRET: whoever reaches the port may join."),
+    Option("--insecure", help="Where no DILOCO_SECRET is set: listen beyond loopback, too, and let anybody join."),
 ]
 PeerFolders = Annotated[
     list[Path], Argument(help="Folders of peers, or a folder that has them inside, such as a simulation's.")

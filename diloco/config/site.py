@@ -155,7 +155,8 @@ class NetworkSection(Section):
         return value
 
     insecure: bool = False
-    """Allow listening beyond loopback without `DILOCO_SECRET`: whoever reaches the port may join."""
+    """Found a run without a secret where `DILOCO_SECRET` is not set, also beyond loopback: whoever reaches the port may
+    join. Without it, such a run listens on loopback only, and lets in the user who founded it."""
     dht_port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port of the peer directory (hivemind DHT); 0 takes a free one."""
     serve_bps: NonNegativeFloat | None = None

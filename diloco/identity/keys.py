@@ -4,9 +4,9 @@ The key is made from the secret that the run's operators share (`DILOCO_SECRET`)
 or pose as a member. Everybody who connects gets the certificate, and can test guesses of the secret against it. So weak
 secrets are refused, and for one that is not random digits each guess takes 0.3 s of a core and 128 MB.
 
-A run without a secret has a key that everybody can make. It keeps nobody out, but who only listens reads nothing (TLS
-1.3 keys are ephemeral), and bytes that are damaged on the way are found below gRPC, whose HTTP/2 reader has no checksum
-and aborts on some of them.
+A run without any secret (`--insecure`) has a key that everybody can make. It keeps nobody out, but who only listens
+reads nothing (TLS 1.3 keys are ephemeral), and bytes that are damaged on the way are found below gRPC, whose HTTP/2
+reader has no checksum and aborts on some of them.
 """
 
 from __future__ import annotations
@@ -91,16 +91,16 @@ def secret_from_environment() -> str:
     if secret and path:
         raise UsageError(f"{VARIABLE} and {FILE_VARIABLE} are both set", "unset one of them")
     where = FILE_VARIABLE if path else VARIABLE
-    secret = _secret_in(Path(path)) if path else secret
+    fix = f"name a file by {FILE_VARIABLE} that holds the secret, and that this user alone can read (chmod 600)"
+    secret = secret_in(Path(path), fix) if path else secret
     if (secret or path) and (why := weakness(secret)):
         raise UsageError(f"{where} {why}", "make one with `openssl rand -hex 32`, the same for every peer of the run")
     return secret
 
 
-def _secret_in(path: Path) -> str:
+def secret_in(path: Path, fix: str, by_others: int = 0o037) -> str:
     """The run's secret in a file that this user alone can read, or that another one, such as a supervisor's, lets this
-    user's group read. Raises UsageError."""
-    fix = f"name a file by {FILE_VARIABLE} that holds the secret, and that this user alone can read (chmod 600)"
+    user's group read: `by_others` are the bits that the mode of another one's file must not have. Raises UsageError."""
     try:
         with path.open("rb") as file:
             status, data = os.fstat(file.fileno()), file.read(MAX_SECRET_BYTES + 1)
@@ -108,8 +108,8 @@ def _secret_in(path: Path) -> str:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"cannot read the secret in {path}: {why}", fix) from None
-    if status.st_mode & (0o077 if status.st_uid == os.getuid() else 0o037):
-        cause = f"others can read or change the secret in {path} (mode {status.st_mode & 0o777:03o})"
+    if status.st_mode & (0o077 if status.st_uid == os.getuid() else by_others):
+        cause = f"others can read or change the secret in {path} (mode {status.st_mode & 0o777:03o}, {status.st_uid}'s)"
         raise UsageError(cause, fix)
     if len(data) > MAX_SECRET_BYTES:
         raise UsageError(f"{path} has more than {MAX_SECRET_BYTES} bytes: that is no secret", fix)

@@ -242,7 +242,8 @@ class Peer:
         """Have the other ranks of the island open their lanes. Returns the addresses where those listen."""
         island, key = self.island, secrets.token_bytes(32)
         listener = island.listen(key)
-        island.decide(Meet(island.host, listener.port, key.hex(), self.name, toward, str(self.directory or "")))
+        about = (self.name, toward, str(self.directory or ""), self.endpoint.private)
+        island.decide(Meet(island.host, listener.port, key.hex(), *about))
         self.exchange.assign(listener.wires(lanes_of(self.site, island) - 1, self.site.timeouts.collective_s))
         self.exchange.lane.hold(self.line.state)
         island.all(True)

@@ -23,6 +23,7 @@ from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import LaneService, RemoteExchange
 from diloco.exchange.log import DiskLog, logged_mean
 from diloco.exchange.work import SteppedVersion
+from diloco.identity.user_key import secrets_to_try
 from diloco.inner.meter import Throughput
 from diloco.island import Island
 from diloco.island.slices import Slices
@@ -252,7 +253,7 @@ class PeerRank:
 
     def _open_lane(self, how: d.Meet) -> str:
         site, rank_0, toward = self.site, (how.host, how.port), how.toward
-        runtime = self._runtime = self.open_runtime()
+        runtime = self._runtime = self.open_runtime(how.private)
         terms = lane_terms(self.contract, site, self.line.layout, self.island.size)
         log = self.log(Path(how.folder) if how.folder else None, logger.warning)
         lane = self._lane = Lane(terms, runtime.link, runtime.loop, log)
@@ -264,10 +265,12 @@ class PeerRank:
             return reachable(served, toward)
         return join_address(split_address(site.network.advertise)[0], split_address(served)[1])
 
-    def open_runtime(self) -> Runtime:
-        """The loop and the connections to other peers of this rank's lane: one of several."""
+    def open_runtime(self, private: bool) -> Runtime:
+        """The loop and the connections to other peers of this rank's lane: one of several. `private`: the run has a
+        secret. Raises UsageError, ResourceError: it is this user's key, and this rank cannot read it."""
         network = self.site.network
-        return Runtime(self.site.timeouts.rpc_s, network.send_bps / self.lanes, network.streams)
+        secrets = [secrets_to_try(joins=False)[0]] if private else [""]
+        return Runtime(secrets, self.site.timeouts.rpc_s, network.send_bps / self.lanes, network.streams)
 
     def close(self) -> None:
         """Free everything of this rank. Rank 0's exchange is its own."""

@@ -45,7 +45,7 @@ from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank, PeerTraining
 from diloco.peer.terms import lanes_of
 from diloco.run.blocking import block
-from diloco.run.options import remember
+from diloco.run.options import remember, remembered_private
 from diloco.run.past import PastRun, past_of, peer_name
 from diloco.run.run import Leading, Run, RunChronicle, RunReader
 from diloco.storage.checkpoint import Checkpoint, read_together
@@ -123,7 +123,12 @@ class OwnLoop:
 
 
 def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:
-    """The contract of a member of the run to resume that answers now, or is starting. None: nobody answers."""
+    """The contract of a member of the run to resume that answers now, or is starting. None: nobody answers.
+
+    At an address where a member was, another user of this machine may listen by now: without a secret, if ours had one.
+    """
+    if endpoint.private and remembered_private(past.folder):
+        endpoint.runtime.settle()
     answering = [ticket for ticket in past.tickets if endpoint.runtime.is_there(ticket.partition("/")[0])]
     for ticket in answering:
         try:
@@ -133,14 +138,14 @@ def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:
     return None
 
 
-def make_folder(directory: Path, site: Site) -> Path:
-    """Make the folder of a peer that founds or joins a run, for this user only; it remembers where its data is. Raises
-    ResourceError."""
+def make_folder(directory: Path, site: Site, private: bool) -> Path:
+    """Make the folder of a peer that founds or joins a run, for this user only; it remembers where its data is, and
+    whether the run has a secret (`private`). Raises ResourceError."""
     try:
         make_folders(directory, 0o700)
         if directory.stat().st_uid == os.getuid():
             directory.chmod(0o700)  # it may have been there, for others to read
-        remember(directory, site)
+        remember(directory, site, private)
     except OSError as error:
         cause = f"cannot write to {directory}: {error.strerror}"
         raise ResourceError(cause, "choose another folder (--dir)") from error
@@ -243,7 +248,7 @@ def _enter(
         cause = f"{past.folder} is of contract {past.contract_digest[:12]}, the one given is {agreed.digest[:12]}"
         raise ConfigError(cause, "resume with the contract of that folder, or choose another")
     checkpoint = past.checkpoint() if past is not None else None
-    endpoint = Endpoint(listening(site, address), lanes_of(site, island))
+    endpoint = Endpoint(listening(site, address), lanes_of(site, island), joins=address is not None)
     try:
         contract = agreed
         if address is not None:
@@ -257,7 +262,7 @@ def _enter(
         if checkpoint is not None and checkpoint.contract.digest != contract.digest:
             checkpoint = None
         if folder is not None:
-            make_folder(folder, site)
+            make_folder(folder, site, endpoint.private)
         return Entrance(contract, endpoint, peer_name(site, checkpoint), folder, checkpoint)
     except BaseException:
         endpoint.close()

@@ -72,7 +72,7 @@ def _enter(
     if checkpoint is None and past is not None:
         checkpoint = past.checkpoint()
     kept = checkpoint.contract if checkpoint is not None else None
-    endpoint = Endpoint(site, lanes_of(site, island))
+    endpoint = Endpoint(site, lanes_of(site, island), joins=options.join is not None)
     try:
         if options.join:
             contract: Contract | None = fetch_contract(options.join, endpoint, listener, stop)
@@ -88,7 +88,7 @@ def _enter(
         if options.name and options.name != name:
             fix = "leave --name out: a peer that comes back keeps its name"
             raise UsageError(f"the checkpoint is one of {name}, and --name says {options.name}", fix)
-        directory = open_directory(chosen, site, contract, name)
+        directory = open_directory(chosen, site, contract, name, endpoint.private)
         listeners = [event_card(directory), listener]
         named = options.resume is not None and checkpoint is not None and checkpoint.path.samefile(options.resume)
         return Entrance(contract, endpoint, name, directory, checkpoint, listeners, stop, named)
@@ -156,9 +156,10 @@ def fetch_contract(
     return endpoint.fetch_contract(tickets, lambda text: events.emit(Remark(text)), lambda: not stop())
 
 
-def open_directory(chosen: Path | None, site: Site, contract: Contract, name: str) -> Path:
-    """The folder of a launched peer, made if need be: the one that was `chosen`, or RUN/PEER."""
-    return make_folder(chosen or RUNS / contract.run.name / name, site)
+def open_directory(chosen: Path | None, site: Site, contract: Contract, name: str, private: bool) -> Path:
+    """The folder of a launched peer, made if need be: the one that was `chosen`, or RUN/PEER. `private`: the run has a
+    secret."""
+    return make_folder(chosen or RUNS / contract.run.name / name, site, private)
 
 
 def chosen_directory(options: PeerOptions, site: Site, saved: Path | None = None) -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from diloco.base.errors import TicketError, UnreachableError, UsageError
 from diloco.base.types import Member
+from diloco.identity.user_key import secrets_to_try
 from diloco.protocol import messages as m
 from diloco.transport.endpoint import Runtime, unanswered
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
@@ -21,9 +22,9 @@ ANSWER_S = 5.0
 
 def ask_status(address: str) -> dict[str, Any]:
     """An operator's request to the member at `address` (HOST:PORT): its status. Raises UnreachableError."""
-    with closing(Runtime(ANSWER_S)) as runtime:
-        answer = _answer(address, runtime.link.status(address, ANSWER_S))
-        tree: dict[str, Any] = json.loads(runtime.run(answer, ANSWER_S + 5.0))
+    with closing(Runtime(secrets_to_try(), ANSWER_S)) as runtime:
+        answer, _ = runtime.first_answer(lambda link: _answer(address, link.status(address, ANSWER_S)), ANSWER_S + 5.0)
+        tree: dict[str, Any] = json.loads(answer)
     return tree
 
 
@@ -32,8 +33,8 @@ def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str,
 
     Returns the members that took the report, those that did not answer, and the others' refusals. Raises UsageError for
     a stranger and where nobody takes the peer for dead, and UnreachableError where nobody answered."""
-    with closing(Runtime(ANSWER_S)) as runtime:
-        return runtime.run(evict(runtime.link, address, peer), 2 * ANSWER_S + 5.0)
+    with closing(Runtime(secrets_to_try(), ANSWER_S)) as runtime:
+        return runtime.first_answer(lambda link: evict(link, address, peer), 2 * ANSWER_S + 5.0)[0]
 
 
 async def evict(

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 CARD = "peer.json"
 """File in a peer's folder with the address where it listens."""
 SITE_CARD = "site.json"
-"""File in a peer's folder with the data root of its site."""
+"""File in a peer's folder with the data root of its site, and whether its run had a secret."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,24 @@ def member_address(text: str) -> str:
         raise StateError(cause, "give the folder of a peer, or HOST:PORT of a live member") from error
 
 
-def remember(directory: Path, site: Site) -> None:
+def remember(directory: Path, site: Site, private: bool) -> None:
     """Write the site's data root to `site.json` in the folder of a peer that enters a run: what is resumed or evaluated
-    later finds the same data. With the folder's inode: a copy, which anybody may have made, remembers nothing.
-    Raises OSError."""
+    later finds the same data. With the folder's inode: a copy, which anybody may have made, remembers no data root. And
+    whether the run has a secret (`private`). Raises OSError."""
     path = directory / SITE_CARD
     beside = path.with_suffix(".new")
-    card = {"data": {"root": str(Path(site.data.root).absolute())}, "folder": directory.stat().st_ino}
+    root = str(Path(site.data.root).absolute())
+    card = {"data": {"root": root}, "folder": directory.stat().st_ino, "private": private}
     beside.write_text(json.dumps(card) + "\n")
     beside.replace(path)
+
+
+def remembered_private(folder: Path) -> bool:
+    """Whether the run that a peer's folder was in had a secret, or this user's key; False where that is not known."""
+    try:
+        return json.loads((folder / SITE_CARD).read_text()).get("private") is True
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
 
 
 def remembered_root(path: Path) -> str | None:

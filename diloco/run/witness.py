@@ -45,13 +45,13 @@ def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callab
     """Run `diloco witness`: vote until the run has its tokens or `stop` returns True. Raises DilocoError."""
     assert options.join is not None
     site = listening(open_site(options), options.join)
-    endpoint = Endpoint(site)
+    endpoint = Endpoint(site, joins=True)
     try:
         contract = fetch_contract(options.join, endpoint, listener, stop)
         if contract.membership.policy == "gossip":
             raise UsageError("this run gossips: nobody votes in it", "join it as a trainer, with `diloco peer --join`")
         name = peer_name(site, None)
-        directory = open_directory(chosen_directory(options, site), site, contract, name)
+        directory = open_directory(chosen_directory(options, site), site, contract, name, endpoint.private)
         events = Events(directory / "events.jsonl", name, [event_card(directory), listener])
         return block(witnessed(name, contract, endpoint, events, stop))
     finally:

@@ -275,6 +275,9 @@ class MemoryEndpoint:
 
     addresses = ()
 
+    private = False
+    """The in-memory network has no secret."""
+
     def lookup(self) -> dict[str, None]:
         """No members: on the in-memory network a peer has them from its welcome, and from other members."""
         return {}

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -20,7 +20,8 @@ from diloco.base.errors import DilocoError, IncompatibleError, Interrupted, Tick
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
 from diloco.config.site import NetworkSection, Site
-from diloco.identity.keys import VARIABLE, keys_of, secret_from_environment
+from diloco.identity.keys import FILE_VARIABLE, VARIABLE, keys_of, secret_from_environment
+from diloco.identity.user_key import key_path, secrets_to_try
 from diloco.protocol.messages import Reply
 from diloco.protocol.streams import Welcome
 from diloco.transport.address import is_loopback, join_address, split_address, split_ticket
@@ -48,13 +49,11 @@ class StartingError(UnreachableError):
 class Runtime:
     """The event loop of all gRPC connections of this process, in a daemon thread, with its gRPC client and gRPC server.
 
-    `DILOCO_SECRET` makes its keys.
-
-    The arguments are those of `GrpcLink`.
+    `secrets` are those that the run may have. The first holds for all that this process dials and serves, unless `link`
+    is set to that of `first_answer`. The other arguments are those of `GrpcLink`.
     """
 
-    def __init__(self, rpc_s: float, send_bps: float = 0.0, streams: int = 1) -> None:
-        self._keys = keys_of(secret_from_environment())
+    def __init__(self, secrets: Sequence[str], rpc_s: float, send_bps: float = 0.0, streams: int = 1) -> None:
         self._probes = folder_from_environment()
         # With a factory, for without it the caller's thread has the loop, too.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -64,7 +63,8 @@ class Runtime:
         self._rpc_s = rpc_s
         self._streams = streams
         self._server: Server | None = None
-        self.link = GrpcLink(rpc_s, self._keys, send_bps, streams)
+        self._links = [GrpcLink(rpc_s, keys_of(secret), send_bps, streams) for secret in secrets]
+        self.link = self._links[0]
 
     def _live(self) -> None:
         keep_freed_memory()
@@ -76,11 +76,35 @@ class Runtime:
         """Run a coroutine on the event loop of the gRPC connections and wait for its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
+    def first_answer(self, ask: Callable[[GrpcLink], Coroutine[Any, Any, T]], timeout_s: float) -> tuple[T, GrpcLink]:
+        """The answer to a caller's first question to a member, and the link that it came by: with the first of the
+        secrets that the member accepts. Raises TicketError where it accepts none, and what `ask` raises."""
+        refused: list[TicketError] = []
+        for link in self._links:
+            try:
+                return self.run(ask(link), timeout_s), link
+            except TicketError as error:
+                refused.append(error)
+        if len(refused) == 1:
+            raise refused[0]
+        raise TicketError(f"{refused[0].cause}; tried {key_path()}, and none", refused[0].fix) from refused[0]
+
+    def settle(self) -> None:
+        """Try no other secret than the first from now on."""
+        del self._links[1:]
+
+    def first_hello(self, address: str) -> tuple[Welcome, GrpcLink]:
+        """`hello` of a caller that does not know yet which of the secrets is the run's, and the link it came by."""
+        return self.first_answer(lambda link: self._hello(link, address), self._rpc_s + 5.0)
+
     def hello(self, address: str) -> Welcome:
         """Welcome that the member at a network `address` sends over gRPC. Raises StartingError, UnreachableError,
         TicketError, or IncompatibleError (it does not speak our protocol)."""
+        return self.run(self._hello(self.link, address), self._rpc_s + 5.0)
+
+    async def _hello(self, link: GrpcLink, address: str) -> Welcome:
         try:
-            return self.run(self.link.hello(address, self._rpc_s), self._rpc_s + 5.0)
+            return await link.hello(address, self._rpc_s)
         except LinkRefused as error:
             if error.reply is Reply.TOO_EARLY:
                 raise StartingError(f"{address} is still starting", "try again, or through another member") from error
@@ -100,7 +124,7 @@ class Runtime:
     def is_there(self, address: str) -> bool:
         """Whether a member of our protocol answers at a network `address`, be it that it is still starting."""
         try:
-            self.hello(address)
+            self.first_hello(address)
         except StartingError:
             return True
         except (UnreachableError, TicketError, IncompatibleError):
@@ -112,14 +136,15 @@ class Runtime:
 
         Raises ResourceError.
         """
-        self._server = self.run(serve(service, listen, self._keys, rpc_s=self._rpc_s, streams=self._streams), 10.0)
+        self._server = self.run(serve(service, listen, self.link.keys, rpc_s=self._rpc_s, streams=self._streams), 10.0)
         return self._server.address
 
     def close(self) -> None:
         """Stop the gRPC server, close all connections, end the thread and its loop with what still runs on it."""
         if self._server is not None:
             self.run(self._server.stop(0.2), 5.0)
-        self.run(self.link.close(), 5.0)
+        for link in self._links:
+            self.run(link.close(), 5.0)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5.0)
 
@@ -130,26 +155,34 @@ class Endpoint:
     Made first: the directory's process imports hivemind while we build the model.
     """
 
-    def __init__(self, site: Site, lanes: int = 1) -> None:
-        """`lanes`: the number of an island's ranks, which share `network.send_bps`."""
+    def __init__(self, site: Site, lanes: int = 1, joins: bool = False) -> None:
+        """`lanes`: the number of an island's ranks, which share `network.send_bps`. `joins`: it never founds a run.
+
+        Raises UsageError, and ResourceError where a founder without a secret cannot have its user's key."""
         failpoints.arm_from_environment()
         listen = site.network.listen
-        secret = secret_from_environment()
-        if not (is_loopback(listen) or site.network.insecure or secret):
+        insecure = site.network.insecure
+        if not (is_loopback(listen) or insecure or secret_from_environment()):
             cause = f"listening on {listen} without a secret lets anybody in who can reach it"
             fix = f"export {VARIABLE} (16 characters or more, the same for every peer), or say --insecure"
             raise UsageError(cause, fix)
+        secrets = secrets_to_try(insecure, joins)
         self.site = site
         raise_file_limit()  # the directory's process inherits it
         self.directory = Directory()
-        self.runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / lanes, site.network.streams)
+        self.runtime = Runtime(secrets, site.timeouts.rpc_s, site.network.send_bps / lanes, site.network.streams)
         self.welcome: Welcome | None = None
+
+    @property
+    def private(self) -> bool:
+        """Whether the run has a secret: the one in the environment, or this user's key."""
+        return self.runtime.link.keys != keys_of("")
 
     def fetch_contract(
         self, tickets: str, say: Callable[[str], None] = logger.warning, wanted: Callable[[], bool] = lambda: True
     ) -> Contract:
         """Fetch the contract over gRPC from the member at `HOST:PORT[/DIGEST]`; of several, with commas, from the first
-        that answers and trains the contract of that digest. Keeps that member's welcome.
+        that answers and trains the contract of that digest. Keeps that member's welcome, and the secret it accepts.
 
         `say` gets the reasons why it takes so long; `wanted` returns whether the caller still waits. Raises UsageError.
         Raises UnreachableError when no member answered for `JOIN_PATIENCE_S` (`STARTING_S`); and IncompatibleError, or
@@ -163,12 +196,12 @@ class Endpoint:
             others: list[DilocoError] = []
             for address, digest in digests.items():
                 try:
-                    welcome = self.runtime.hello(address)
+                    welcome, link = self.runtime.first_hello(address)
                     contract = contract_from_json(welcome.contract)
                     if digest not in ("", contract.digest):
                         cause = f"{address} trains contract {contract.digest}, the address given names {digest}"
                         raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
-                    self.welcome = welcome
+                    self.welcome, self.runtime.link = welcome, link
                     return contract
                 except UnreachableError as error:
                     silent.append(error)
@@ -243,7 +276,10 @@ def unanswered(address: str, error: Exception) -> UnreachableError | TicketError
     opened = "(" in clause or "[" in clause  # else what was opened before it closes at its end
     why = (clause if opened else clause.rstrip("])")) or "no connection"
     if VARIABLE in why:
-        advice = f"export the {VARIABLE} with which the run was founded"
+        advice = (
+            f"give both sides the same {VARIABLE} or {FILE_VARIABLE}; a run on loopback without one lets in "
+            f"the user who founded it, without one, and in containers the founder's key as {FILE_VARIABLE}"
+        )
         return TicketError(f"{address} does not let us in: {why}", advice)
     if why.startswith(("Handshake read failed", "Handshake write failed")):  # it took the connection, and closed it
         cause = f"{address} closes new connections: it has as many as it allows, or no peer is behind that port"

@@ -71,7 +71,7 @@ class GrpcLink(Link):
     """
 
     def __init__(self, rpc_s: float, keys: Keys, send_bps: float = 0.0, streams: int = 1) -> None:
-        self._rpc_s = rpc_s
+        self._rpc_s, self.keys = rpc_s, keys
         self._credentials = channel_credentials(keys)
         self._connections: dict[str, _Connections] = {}
         """By address."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from diloco.base.errors import UsageError
+from diloco.base.errors import TicketError, UsageError
 from diloco.identity.keys import SERVER_NAME, Keys, keys_of, weakness
 from diloco.transport.address import split_ticket
 from scripts.attacks.victims import CALM_S, Attack, NotHeld, Victims
@@ -46,6 +50,35 @@ OPEN_S = 60.0
 """Longest time until all are opened: an attack by fewer shows nothing."""
 AGAIN_S = 10.0
 """Seconds in which all that were closed are opened again."""
+
+ANOTHER_USER = """
+import asyncio, os, pathlib, sys
+from diloco.identity.keys import keys_of
+from diloco.transport.grpc_link import GrpcLink
+
+async def enters(address, secret):
+    link = GrpcLink(5.0, keys_of(secret))
+    try:
+        return (await link.hello(address, 5.0)).lineage
+    except Exception as error:
+        return print(error)
+    finally:
+        await link.close()
+
+address, state = sys.argv[1:]
+secrets = [""]
+if os.getuid() == 0:  # else this is the same user, who may read the key
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    try:
+        secrets.append(pathlib.Path(state, "diloco", "key").read_text().strip())
+    except OSError as error:
+        print(error)
+sys.exit(any(asyncio.run(enters(address, secret)) for secret in secrets))
+"""
+"""A program that tries to enter a run as user 65534, where this user may become that one, without a secret or with what
+it finds in a folder. All is imported before: that user may not read our Python."""
 
 Talk = Generator[bytes, bytes, None]
 """Speech of one connection: gets what was received (empty: nothing new), yields what to send next."""
@@ -231,6 +264,35 @@ def contract_of_48_bits(_: Path) -> str:
     raise NotHeld("a ticket with the beginning of a digest is taken")
 
 
+def another_user(folder: Path) -> str:
+    """Another user of the machine says hello to a founder on loopback without a secret, then starts a peer and asks for
+    the status, with a state folder of its own. The founder's own user joins."""
+    folder.chmod(0o711)  # the key itself keeps that user out, and not a folder around it
+    with closing(Victims(folder, 1, keyed=True)) as victims:
+        state, ticket = str(folder / "state"), victims.ticket("p0")
+        program = [sys.executable, "-c", ANOTHER_USER, victims.address("p0"), state]
+        said = _refused(program, victims.variables, code=0)
+        elsewhere = {**victims.variables, "XDG_STATE_HOME": str(folder / "elsewhere")}
+        join = ("peer", "--join", ticket, "--dir", str(folder / "stranger"))
+        for words in (join, ("status", victims.address("p0"))):
+            _refused([sys.executable, "-m", "diloco", *words], elsewhere, code=TicketError.exit_code)
+        victims.join("late")
+        victims.until(lambda: victims.version("late") > 0, "the version of a peer of the same user")
+    return said.splitlines()[-1]
+
+
+def _refused(command: list[str], variables: dict[str, str], code: int) -> str:
+    """Output of a program that must end with this code. Raises NotHeld where it ends with another, or goes on."""
+    try:
+        environment = {**os.environ, **variables}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=CALM_S * 3)
+    except subprocess.TimeoutExpired:
+        raise NotHeld(f"it was let in, and goes on: {command[1:]}") from None
+    if done.returncode != code:
+        raise NotHeld(f"exit code {done.returncode} in place of {code}: {done.stdout[-500:]}{done.stderr[-500:]}")
+    return done.stdout + done.stderr
+
+
 ATTACKS = (
     Attack("idle-connections", "outsider", idle_connections, peers=2),
     Attack("slow-tls", "outsider", slow_tls, peers=2, short=False, settings=PACE),
@@ -240,6 +302,7 @@ ATTACKS = (
         for name, act in (("idle", idle_connections), ("slow-tls", slow_tls), ("slow-http2", slow_http2))
     ),
     Attack("joining-among-idle", "outsider", joining_among_idle, peers=2, short=False, settings=PACE),
+    Attack("another-user", "user", another_user),
     Attack("guessed-secret", "outsider", guessed_secret),
     Attack("weak-secrets", "outsider", weak_secrets),
     Attack("contract-of-48-bits", "outsider", contract_of_48_bits),

@@ -92,11 +92,17 @@ class Attack:
 
 
 class Victims:
-    """Real peers of one run: `diloco peer`, started through the command line, with at most 1,024 open files."""
+    """Real peers of one run: `diloco peer`, started through the command line, with at most 1,024 open files.
 
-    def __init__(self, folder: Path, peers: int, settings: Sequence[str] = (), secret: str = "") -> None:
+    Without `secret` anybody may join them (`--insecure`). With `keyed` this user may, by a key in the run's folder.
+    """
+
+    def __init__(
+        self, folder: Path, peers: int, settings: Sequence[str] = (), secret: str = "", keyed: bool = False
+    ) -> None:
         self.folder, self.secret, self.number = folder, secret, peers
-        self.variables = {"DILOCO_SECRET": secret, **our_code()}
+        self.variables = {"DILOCO_SECRET": secret, "XDG_STATE_HOME": str(folder / "state"), **our_code()}
+        self._insecure = () if secret or keyed else ("--insecure",)
         self.peers: list[SimulationProcess] = []
         self.row: Row | None = None
         contract = folder / "contract.toml"
@@ -123,7 +129,8 @@ class Victims:
         """Start a peer and wait until it listens. `module`, `words`: another program that is one, and its command."""
         folder = self.folder / name
         folder.mkdir()
-        arguments = [*words, *how, "--name", name, "--dir", str(folder), "--set", "network.listen=127.0.0.1:0"]
+        own = ("--name", name, "--dir", str(folder), "--set", "network.listen=127.0.0.1:0")
+        arguments = [*words, *how, *own, *self._insecure]
         log = self.folder / f"{name}.txt"
         peer = SimulationProcess(name, module, arguments, log, 1, self.variables, self._launch)
         self.peers.append(peer)

@@ -115,7 +115,7 @@ class SimulatedRank(PeerRank):
 
     follower: SimulatedFollower
 
-    def open_runtime(self) -> Any:
+    def open_runtime(self, private: bool) -> Any:
         """The loop of the simulated process, and the link of this rank."""
         return SimulatedRuntime(self.follower)  # type: ignore[arg-type]
 
