@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import stat
 from enum import IntEnum
 from pathlib import Path
 
 import pytest
+import torch
 
 from diloco.base.errors import ConfigError, DilocoError, UsageError
 from diloco.base.files import make_folders
 from diloco.base.types import Closed, Commit
 from diloco.cli import main, peer
 from diloco.cli.options import show
-from diloco.config.contract import Contract
+from diloco.config.contract import Contract, ModelSection
 from diloco.config.load import load_contract
+from diloco.config.site import Site
 from diloco.identity.keys import keys_of, secret_from_environment, without_secret
+from diloco.inner.loop import next_token_loss
+from diloco.inner.rank_model import RankModel
+from diloco.island import Island
 from diloco.island.plain import packed, unpacked
-from diloco.plan.model import check_size
+from diloco.models import build_model, count_parameters, logit_rows
+from diloco.plan.model import activation_bytes, check_size
 from diloco.protocol import messages as m
 from scripts.attacks import files
 from scripts.attacks.victims import Attack
 from scripts.bench.smalls import commit_of
 
-SHORT = [one for one in files.ATTACKS if not one.name.startswith(("hostile", "secrets"))]
+SHORT = [one for one in files.ATTACKS if one.short and not one.name.startswith(("hostile", "secrets", "launcher"))]
 LONG = [one for one in files.ATTACKS if one not in SHORT]
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("attack", SHORT, ids=lambda one: one.name)
@@ -129,6 +138,85 @@ def test_memory_that_is_not_there_is_an_error_for_people(
         main.run()
     assert ended.value.code == 14
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_takes_at_least_the_memory_for_which_it_may_be_refused(precision: str) -> None:
+    changes = ("inner.batch_size=2", "data.sequence_length=64", f"inner.precision={precision}")
+    contract = load_contract("quick", changes).value
+    model = build_model(contract.model, 256, 0)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    block = torch.zeros(2, 65, dtype=torch.int64)
+    bf16 = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), bf16:
+        next_token_loss(model, block)
+    assert 0.05 < activation_bytes(contract, 256, 1) / sum(kept.values()) <= 1
+    assert activation_bytes(contract, 256, 4) == activation_bytes(contract, 256, 1) / 4
+
+
+def test_a_step_is_refused_by_its_size_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contract = load_contract("quick").value
+    needed = activation_bytes(contract, 256, 1)
+    monkeypatch.setattr("diloco.inner.rank_model.device_bytes", lambda _: needed)
+    RankModel(contract, Site(), Island(0, 1, torch.device("cpu")))
+    monkeypatch.setattr("diloco.inner.rank_model.device_bytes", lambda _: needed - 1)
+    with pytest.raises(ConfigError, match=r"an inner step of run quick .* takes at least [\d.]+ kB; there are"):
+        RankModel(contract, Site(), Island(0, 1, torch.device("cpu")))
+
+
+def test_a_hugging_face_model_is_counted_before_it_is_made(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(files.LLAMA))
+    section = ModelSection(kind="hf", hf_config="model")
+    count = count_parameters(build_model(section, 256, 0, tmp_path))
+    build_model(section, 256, 0, tmp_path, count)
+    with pytest.raises(ConfigError, match=f"has {count:,} parameters, .*; the limit here is {count - 1:,}") as caught:
+        build_model(section, 256, 0, tmp_path, count - 1)
+    assert "--max-params" in caught.value.fix
+    assert logit_rows(section, 100, tmp_path) == 256
+
+
+# ---------------------------------------------------------------- bytes that are code
+
+RUNS = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml", "code", "codeop"}
+"""Modules whose functions run, or make any object of, what they read."""
+OBJECTS = {"broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list", "recv_object_list"}
+CALLS = OBJECTS | {"send_object_list", "rpc_sync", "rpc_async", "hub", "exec_module"}
+"""Functions that unpickle what another process sends, or run a file's code."""
+LOADS = {"torch", "np", "numpy"}
+"""Owners of a `load` that unpickles."""
+OWN_PIPE = {"diloco/transport/dht.py", "diloco/transport/dht_node.py"}
+"""Files that `recv` objects: between a peer and the directory's process that it starts, over a pipe without a name."""
+
+
+def test_nothing_unpickles_or_runs_what_it_reads() -> None:
+    found, pipes = [], set()
+    for path in sorted((ROOT / "diloco").rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            words = []
+            if isinstance(node, ast.Import):
+                words = [one.name for one in node.names if one.name.partition(".")[0] in RUNS]
+            elif isinstance(node, ast.ImportFrom):
+                words = [one.name for one in node.names if one.name in CALLS or (node.module or "") in RUNS]
+                words += ["load"] if node.module in LOADS and "load" in [one.name for one in node.names] else []
+            elif isinstance(node, ast.Attribute):
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                words = [node.attr] if node.attr in CALLS or (node.attr == "load" and owner in LOADS) else []
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                words = [node.func.id] if node.func.id in ("eval", "exec") else []
+            found += [f"{name}: {word}" for word in words]
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "recv":
+                pipes |= set() if node.args else {name}  # with arguments: of a socket, or of torch.distributed
+    assert found == ["diloco/wire/convert.py: exec"]  # of source that it writes from our own classes
+    assert pipes == OWN_PIPE
 
 
 # ---------------------------------------------------------------- between the ranks of an island

@@ -36,7 +36,8 @@ class DeviceSection(Section):
     """CPU threads for torch; torch's own default when not given."""
     max_params: Tokens | None = None
     """Largest model that this peer trains, in parameters (`"7B"` is 7 billion): a joiner takes the contract as it is.
-    When not given, one that this machine's memory holds once in fp32."""
+    When not given, one that this machine's memory holds once in fp32. A model of kind `hf` is counted before any of it
+    is allocated; one of kind `external` is the program's own object."""
     compile: bool = False
     """`torch.compile` the model, or its blocks where ranks share it (needs a compiler)."""
     checkpointing: Literal["none", "selective", "full"] = "none"

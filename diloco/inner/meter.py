@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from diloco.base.clock import monotonic_s
+from diloco.base.limits import host_bytes
 from diloco.config.site import DeviceSection
 from diloco.observe.events import timed
 from diloco.plan.hardware import gpu_called
@@ -83,6 +84,11 @@ def memory_of(device: torch.device) -> list[int]:
     if device.type != "cuda":
         return [peak, 0, 0]
     return [peak, torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)]
+
+
+def device_bytes(device: torch.device) -> float:
+    """Memory of a device for inner steps: a GPU's, or this machine's RAM and swap."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_bytes()
 
 
 def peak_flops(section: DeviceSection, device: torch.device, precision: str) -> float | None:

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import StateError
 from diloco.base.life import Life, Wait
+from diloco.base.limits import check_bytes
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.data import open_dataset
 from diloco.inner.loop import InnerLoop, evaluate, random_states, restore_random_states, seed_everything
-from diloco.inner.meter import Throughput, Trace, device_name, memory_of, peak_flops
+from diloco.inner.meter import Throughput, Trace, device_bytes, device_name, memory_of, peak_flops
 from diloco.island import Island
 from diloco.island.bridge import Bridge
 from diloco.island.context import piece_of
@@ -29,11 +30,11 @@ from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, check_device, divid
 from diloco.island.parallel import DataParallelRanks, Divided, ModelRanks, checkpoint_blocks, divide
 from diloco.island.pipeline import Pipelined, pipelined
 from diloco.island.slices import Pieces, Slices, whole_slices
-from diloco.models import build_model, count_parameters
+from diloco.models import build_model, count_parameters, logit_rows
 from diloco.models.transformer import Transformer
 from diloco.observe.events import RankMemory
 from diloco.outer.fragments import Weights, named_parameters
-from diloco.plan.model import flops_per_token
+from diloco.plan.model import activation_bytes, flops_per_token
 from diloco.storage.checkpoint import Checkpoint, read_together
 from diloco.storage.disk import JsonValue
 from diloco.storage.saving import Contents
@@ -51,6 +52,7 @@ class RankModel:
         sizes = sizes_of(site.mesh, island.size)
         check(sizes, site, contract, island.ranks_per_node)
         self.contract, self.site, self.island = contract, site, island
+        self._check_step()
         self.mesh = Mesh.of(sizes, island.rank, island.device.type, island.timeout_s)
         self.divided = island.size > 1 and divides(sizes, site.mesh)
         self.model, self.ranks, self.weights = self._divided() if self.divided else self._whole()
@@ -77,7 +79,18 @@ class RankModel:
 
     def _build(self) -> nn.Module:
         run = self.contract.run
-        return build_model(self.contract.model, self.vocab_size, run.seed, Path(self.site.data.root))
+        root, limit = Path(self.site.data.root), self.site.device.max_params
+        return build_model(self.contract.model, self.vocab_size, run.seed, root, limit)
+
+    def _check_step(self) -> None:
+        """Refuse a contract whose inner steps cannot fit into this rank's device. Raises ConfigError."""
+        contract, site = self.contract, self.site
+        rows = logit_rows(contract.model, self.vocab_size, Path(site.data.root))
+        needed = activation_bytes(contract, rows, self.island.size * site.mesh.micro_batches)
+        batch, length = contract.inner.batch_size, contract.data.sequence_length
+        what = f"an inner step of run {contract.run.name} ({batch:,} x {length:,} tokens, {rows:,} logits each)"
+        fix = "use a larger device, more ranks (device.ranks), or smaller pieces (mesh.micro_batches)"
+        check_bytes(what, needed, device_bytes(self.island.device), fix)
 
     def _whole(self) -> tuple[nn.Module, ModelRanks | None, Weights]:
         """Model for the inner loop that each rank has all of."""

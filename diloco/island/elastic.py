@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from uuid import uuid4
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -88,26 +89,29 @@ def run_once(ranks: int, module: str, arguments: Sequence[str], leave_s: int) ->
 
     The launcher could start them again itself, but whatever it was that ended them.
     """
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.5,
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP",
-        shutdown_timeout=leave_s,
-    )
     os.environ[LAUNCHER] = str(os.getpid())
-    try:
-        elastic_launch(config, sys.executable)("-m", module, *arguments)
-    except SignalException:
-        return 0  # they have left
-    except ChildFailedError as error:
-        codes = [error.failures[rank].exitcode for rank in sorted(error.failures)]  # rank 0 knows best
-        return next((code for code in codes if code > 0), 1)
+    with TemporaryDirectory() as own:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid4().hex,
+            rdzv_backend="c10d",
+            # torch unpickles this state. Its other place is a port, to which anybody may write.
+            rdzv_endpoint=f"{own}/rendezvous",
+            rdzv_configs={"store_type": "file"},
+            max_restarts=0,
+            monitor_interval=0.5,
+            signals_to_handle="SIGTERM,SIGINT,SIGHUP",
+            shutdown_timeout=leave_s,
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", module, *arguments)
+        except SignalException:
+            return 0  # they have left
+        except ChildFailedError as error:
+            codes = [error.failures[rank].exitcode for rank in sorted(error.failures)]  # rank 0 knows best
+            return next((code for code in codes if code > 0), 1)
     return 0
 
 

@@ -8,13 +8,20 @@ experts have one name each. An export needs no `transformers`; only `load_causal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from diloco.base.errors import ConfigError
+from diloco.base.limits import check_bytes, check_parameters, host_bytes
 from diloco.base.paths import inside
 from diloco.config.contract import ModelSection
 from diloco.models.transformer import INIT_STD, NORM_EPS
@@ -135,14 +142,18 @@ class CausalLM(nn.Module):
         return logits
 
 
-def load_causal_lm(section: ModelSection, vocab_size: int, root: Path) -> CausalLM:
-    """The Hugging Face model that `root / section.hf_config` describes, initialised from torch's global random state.
+MAX_TENSORS = 2**17
+"""Parameters, each a tensor, of the Hugging Face model of a config. DeepSeek-V3 has 46,000 with each expert apart."""
 
-    Raises ConfigError: `transformers` missing, no such folder below `root`, an unreadable config, an architecture that
-    is no causal LM, or a vocabulary smaller than the tokenizer's `vocab_size`.
+
+def read_config(section: ModelSection, vocab_size: int, root: Path) -> Any:
+    """The Hugging Face config in `root / section.hf_config`.
+
+    Raises ConfigError: `transformers` missing, no such folder below `root`, an unreadable config, one that names code
+    to fetch, or a vocabulary smaller than the tokenizer's `vocab_size`.
     """
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
     except ImportError as error:
         cause = f"model.kind 'hf' needs transformers: {error}"
         raise ConfigError(cause, "install it with: pip install 'diloco[hf]'") from error
@@ -150,14 +161,70 @@ def load_causal_lm(section: ModelSection, vocab_size: int, root: Path) -> Causal
     if not (folder / "config.json").is_file():
         cause = f"model.hf_config: no config.json in {folder}"
         raise ConfigError(cause, "give the folder's path relative to the site's data.root")
-    try:
+    with _understood(folder):
+        json.loads((folder / "config.json").read_text(), object_hook=_without_code)
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        rows = int(config.vocab_size)
+    if rows < vocab_size:
+        cause = f"{folder}/config.json: vocab_size {rows} is smaller than the tokenizer's {vocab_size}"
+        raise ConfigError(cause, f"set vocab_size in that config.json to at least {vocab_size}")
+    return config
+
+
+def load_causal_lm(section: ModelSection, vocab_size: int, root: Path, max_params: int | None) -> CausalLM:
+    """The Hugging Face model that `root / section.hf_config` describes, initialised from torch's global random state.
+
+    Raises ConfigError as `read_config` does, for an architecture that is no causal LM, and for more parameters than
+    `max_params`, or than RAM holds in fp32: they are counted before any is allocated.
+    """
+    config = read_config(section, vocab_size, root)
+    from transformers import AutoModelForCausalLM
+
+    folder = root / str(section.hf_config)
+    with _understood(folder), torch.random.fork_rng(devices=[]), torch.device("meta"), _few_tensors():
+        counted = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    name = f"the model in {folder}"
+    check_parameters(name, sum(parameter.numel() for parameter in counted.parameters()), max_params)
+    buffers = sum(buffer.nbytes for buffer in counted.buffers())  # masks, for instance, of length squared
+    check_bytes(f"{name}, in buffers alone,", buffers, host_bytes(), "use a config with shorter sequences")
+    with _understood(folder):
         lm: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # of a config that does not make sense transformers raises anything
+    return CausalLM(lm.float().train())
+
+
+def _without_code(table: dict[str, Any]) -> dict[str, Any]:
+    """A table of a Hugging Face config. Raises ValueError where it names an implementation that is fetched and run."""
+    own = ["eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm", None]
+    own += ["flash_attention_2"] if find_spec("flash_attn") else []  # else it is fetched, too
+    for key, value in table.items():
+        if key.endswith("_implementation") and value not in own:
+            raise ValueError(f"{key} {value!r} is code to fetch")
+    return table
+
+
+@contextmanager
+def _understood(folder: Path) -> Iterator[None]:
+    """Raise ConfigError for whatever transformers raises of a Hugging Face config without sense: it may be anything."""
+    try:
+        yield
+    except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]  # some fill a screen
         cause = f"model.hf_config: {folder} does not describe a causal LM that transformers knows: {reason}"
         raise ConfigError(cause, "use a config.json of an architecture built into transformers") from error
-    if config.vocab_size < vocab_size:
-        cause = f"{folder}/config.json: vocab_size {config.vocab_size} is smaller than the tokenizer's {vocab_size}"
-        raise ConfigError(cause, f"set vocab_size in that config.json to at least {vocab_size}")
-    return CausalLM(lm.float().train())
+
+
+@contextmanager
+def _few_tensors() -> Iterator[None]:
+    """Raise ValueError for the Hugging Face model that is being built once it has `MAX_TENSORS`: a layer of a billion
+    takes no memory on the meta device, but time, and memory of Python's."""
+    number = count(1)
+
+    def registered(*_: object) -> None:
+        if next(number) > MAX_TENSORS:
+            raise ValueError(f"it has more than {MAX_TENSORS:,} tensors")
+
+    handle = register_module_parameter_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from diloco.base.errors import ConfigError, UsageError
-from diloco.base.readable import readable_bytes
+from diloco.base.limits import FP32_BYTES, check_parameters
 from diloco.config.contract import Contract, ModelSection
 
 
@@ -21,20 +20,30 @@ def flops_per_token(contract: Contract, vocabulary: int) -> float | None:
 
 def check_size(contract: Contract, vocabulary: int, max_params: int | None) -> None:
     """Refuse a contract's model with so many rows in its embedding, before anything is allocated, where it has more
-    than `max_params` parameters; None: more than this machine's memory holds in fp32. Raises ConfigError."""
+    than `max_params` parameters; None: more than this machine's memory holds in fp32. Raises ConfigError.
+
+    A model of kind `hf` is counted where it is built (`diloco.models.hf`); an external one is the caller's own object.
+    """
     if contract.model.kind != "transformer":
         return
     model = model_of_section(contract.run.name, contract.model, contract.model.vocab_size or vocabulary)
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = max_params or memory_bytes // FP32_BYTES
-    if model.parameters > limit:
-        needed = f"{model.parameters:,} parameters, {readable_bytes(FP32_BYTES * model.parameters)} in fp32"
-        why = "is set" if max_params else f"fit once into this machine's {readable_bytes(memory_bytes)}"
-        cause = f"the model of run {contract.run.name} has {needed}; the limit here is {limit:,}, which {why}"
-        raise ConfigError(cause, "check that this is the run you mean; raise the limit with --max-params, as in 7B")
+    check_parameters(f"the model of run {contract.run.name}", model.parameters, max_params)
 
 
-FP32_BYTES = 4
+def activation_bytes(contract: Contract, rows: int, pieces: int) -> float:
+    """Bytes that training on one of `pieces` of a micro-batch takes for certain, beside weights and optimizer.
+
+    B T (4 V + b L D) / pieces for B sequences of T tokens: logits over V = `rows`, in fp32 for the loss, and the input
+    of each of L layers of width D, b = 4 bytes or 2 under bf16, which activation checkpointing keeps, too. Not so in
+    all architectures of kind `hf`: there logits alone.
+    """
+    section = contract.model
+    kept = section.layers * section.dim if section.kind == "transformer" else 0
+    value_bytes = FP32_BYTES if contract.inner.precision == "fp32" else 2
+    tokens = contract.inner.batch_size * contract.data.sequence_length
+    return tokens / pieces * (FP32_BYTES * rows + value_bytes * kept)
+
+
 BYTE_VOCABULARY = 256
 USUAL_VOCABULARY = 32_768
 """Vocabulary of a model of which only the number of parameters is known; that of the published presets."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +87,8 @@ def member_address(text: str) -> str:
 
 def remember(directory: Path, site: Site, private: bool) -> None:
     """Write the site's data root to `site.json` in the folder of a peer that enters a run: what is resumed or evaluated
-    later finds the same data. With the folder's inode: a copy, which anybody may have made, remembers no data root. And
-    whether the run has a secret (`private`). Raises OSError."""
+    later finds the same data. With the folder's inode, which disks keep over a remount: a copy, which anybody may have
+    made, remembers no data root. And whether the run has a secret (`private`). Raises OSError."""
     path = directory / SITE_CARD
     beside = path.with_suffix(".new")
     root = str(Path(site.data.root).absolute())
@@ -107,8 +108,8 @@ def remembered_private(folder: Path) -> bool:
 def remembered_root(path: Path) -> str | None:
     """Data root for a resume or eval, from a peer's folder, folder of checkpoints, or checkpoint; None: not known.
 
-    A folder that was not written here is a stranger's, and its contract could then name any file of this machine: it is
-    passed over with a warning. Raises StateError for a damaged file.
+    A folder that was not written here, or where others could write, is a stranger's, and its contract could then name
+    any file of this machine: it is passed over with a warning. Raises StateError for a damaged file.
     """
     folder = path.absolute()
     places = (folder, folder.parent, folder.parent.parent)
@@ -121,7 +122,13 @@ def remembered_root(path: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fix = "delete it, and name the data's folder: data.root, --data-root"
         raise StateError(f"{found} is damaged", fix) from error
-    if number != found.parent.stat().st_ino:
-        logger.warning("%s was copied, moved or remounted: name the folder of the data (data.root, --data-root)", found)
+    status, owners = found.parent.stat(), {found.parent.stat().st_uid, found.stat().st_uid}
+    why = ""
+    if owners != {os.getuid()} or status.st_mode & 0o022:  # who writes in place knows the inode
+        why = "may be written by others"
+    elif number != status.st_ino:
+        why = "was copied or restored"
+    if why:
+        logger.warning("%s %s: name the folder of the data (data.root, --data-root)", found, why)
         return None
     return str(root)

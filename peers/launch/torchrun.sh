@@ -22,6 +22,7 @@ if [ "$nodes" -gt 1 ]; then
     place=(--nnodes "$nodes" --node-rank "$NODE_RANK")
     place+=(--master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 else
-    place=(--standalone)
+    # As --standalone, but torchrun keeps its state in a file: it unpickles it, and anybody may write to a port.
+    place=(--rdzv-backend c10d --rdzv-conf store_type=file)
 fi
 exec torchrun "${place[@]}" --nproc-per-node "${RANKS_PER_NODE:-gpu}" -m diloco peer "$@"

@@ -1,0 +1,42 @@
+"""Refusals of what a contract asks of this machine: contracts come from others, and joiners take them as they are."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from diloco.base.errors import ConfigError
+from diloco.base.readable import readable_bytes
+
+FP32_BYTES = 4
+MEMORY = Path("/proc/meminfo")
+IS_IT = "check that this is the run you mean"
+
+
+def check_parameters(model: str, parameters: int, max_params: int | None) -> None:
+    """Refuse a model, described by `model`, that has more than `max_params` parameters; None: more than this machine's
+    RAM holds in fp32. Raises ConfigError."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = max_params or memory_bytes // FP32_BYTES
+    if parameters > limit:
+        needed = f"{parameters:,} parameters, {readable_bytes(FP32_BYTES * parameters)} in fp32"
+        why = "is set" if max_params else f"fit once into this machine's {readable_bytes(memory_bytes)}"
+        cause = f"{model} has {needed}; the limit here is {limit:,}, which {why}"
+        raise ConfigError(cause, f"{IS_IT}; raise the limit with --max-params, as in 7B")
+
+
+def check_bytes(what: str, needed: float, available: float, fix: str) -> None:
+    """Refuse `what`, which takes at least `needed` bytes of memory, where fewer are `available`. Raises ConfigError."""
+    if needed > available:
+        cause = f"{what} takes at least {readable_bytes(needed)}; there are {readable_bytes(available)}"
+        raise ConfigError(cause, f"{IS_IT}; {fix}")
+
+
+def host_bytes() -> float:
+    """Bytes of RAM and swap on this machine; infinite where only Linux would say."""
+    try:
+        lines = [line.split() for line in MEMORY.read_text().splitlines()]
+    except OSError:  # not Linux; or this process has as many files open as it may
+        return math.inf
+    return 1024.0 * sum(int(line[1]) for line in lines if line[0] in ("MemTotal:", "SwapTotal:"))
