@@ -21,6 +21,7 @@ from diloco.base.errors import StateError
 from diloco.base.types import Member, Phase, Progress
 from diloco.compress import open_codecs
 from diloco.config.contract import CodecSection
+from diloco.exchange.quota import MAX_STREAMS
 from diloco.gossip import swapping
 from diloco.gossip.pairing import Pairing, pair_mean, spread
 from diloco.gossip.swaps import Arriving, Swap, SwapStage
@@ -594,3 +595,31 @@ def test_a_peer_comes_back_with_all_it_had(make: Callable[..., World], tmp_path:
     drive(again.peer.enter())
     world.until(lambda: again.version > version, "it swaps again", again, b)
     assert b.peer.exchange._ask(b.peer.exchange.acquaintances.tokens).result(10.0) >= tokens
+
+
+def test_a_partner_has_so_many_streams_here_and_no_more(make: Callable[..., World]) -> None:
+    """Streams of weights that say nothing after their header, once their sender has been let into a swap."""
+    exchange = make(1).peers[0].peer.exchange
+    liar, terms = Member("liar", 1, "127.0.0.1:9"), exchange.terms
+    word = Acquaintance(liar, 1, Progress(), -1.0)
+
+    async def nothing() -> AsyncIterator[Part]:
+        await asyncio.sleep(60.0)
+        yield Part(0, b"")
+
+    async def flood() -> list[asyncio.Task[Reply]]:
+        invite = Envelope(terms.run, terms.contract, exchange.lineage, liar, 0, 0, 0, "", 1, Invite(1, word))
+        assert await exchange.on_envelope(invite) is Reply.OK
+        header = StreamHeader(terms.run, terms.contract, exchange.lineage, liar, Kind.WEIGHTS, 1, 0, 0, (word,))
+        streams = [asyncio.ensure_future(exchange.on_parts(header, nothing())) for _ in range(MAX_STREAMS + 50)]
+        await asyncio.sleep(0.2)
+        ended = [stream for stream in streams if stream.done()]
+        for stream in streams:
+            stream.cancel()
+        return ended
+
+    ended = asyncio.run_coroutine_threadsafe(flood(), exchange._loop).result(20.0)
+    assert len(ended) == 50
+    assert all(
+        isinstance(error := stream.exception(), LinkRefused) and error.reply is Reply.TOO_EARLY for stream in ended
+    )

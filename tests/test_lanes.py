@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -40,7 +40,8 @@ from diloco.exchange.background import ExchangeTasks
 from diloco.exchange.copying import StateCopier
 from diloco.exchange.engine import Exchange
 from diloco.exchange.lane import Lane
-from diloco.exchange.lanes import Lanes, RemoteExchange, RemoteLane
+from diloco.exchange.lanes import Lanes, LaneService, RemoteExchange, RemoteLane
+from diloco.exchange.quota import MAX_STREAMS
 from diloco.exchange.sending import STREAM_PAUSE_S
 from diloco.exchange.statesync import Elsewhere
 from diloco.exchange.work import LaneEvents, LanePayloads
@@ -56,9 +57,10 @@ from diloco.outer.optimizers import Stepping, open_outer
 from diloco.outer.state import OuterState, StateChunk
 from diloco.peer.rank import PeerRank
 from diloco.peer.terms import lane_terms
-from diloco.protocol.messages import Begin, Span
-from diloco.protocol.streams import StateOffer
+from diloco.protocol.messages import Begin, Reply, Span
+from diloco.protocol.streams import Kind, Part, StateOffer, StreamHeader
 from diloco.transport.endpoint import Runtime
+from diloco.transport.link import LinkRefused
 from tests.fronts import drive
 from tests.peers import DEADLINE_S, PeerProcess, ending, ranks_of, run_cli, tiny_contract
 from tests.test_run import agree
@@ -314,7 +316,7 @@ def two_ranks() -> Iterator[tuple[RemoteLane, Heard, Lane, RemoteExchange, async
         wires = welcome.result(DEADLINE_S)
         silent.close()
     heard = Heard()
-    remote = RemoteLane(wires[1], here.loop, cast(LaneEvents, heard), 1)
+    remote = RemoteLane(wires[1], here.loop, cast(LaneEvents, heard), 1, lambda sender: False)
     try:
         yield remote, heard, lane, first, here.loop
     finally:
@@ -617,3 +619,33 @@ def test_a_rank_that_dies_in_a_sync_takes_its_island_out_and_nobody_else(tmp_pat
             assert peer.wait() == 0, peer.log.read_text()
         assert agree(peers) > without
         assert [peer.events("end")[-1]["discarded_tokens"] for peer in (a, b)] == [0, 0]
+
+
+async def floods(service: LaneService, names: Sequence[str]) -> int:
+    """Number of streams that a lane refuses of those that senders of these names open, and never end."""
+    members = [Member(name, 1, "127.0.0.1:9") for name in names]
+    headers = [StreamHeader("run", "contract", "lineage", member, Kind.MEAN, 1, 0, 0) for member in members]
+    nothing = cast(AsyncIterator[Part], None)
+    streams = [asyncio.ensure_future(service.on_parts(header, nothing)) for header in headers]
+    await asyncio.sleep(1.0)  # rank 0 is asked for each
+    ended = [stream for stream in streams if stream.done()]
+    for stream in streams:
+        stream.cancel()
+    refused = await asyncio.gather(*ended, return_exceptions=True)
+    assert all(isinstance(error, LinkRefused) and error.reply is Reply.TOO_EARLY for error in refused)
+    return len(refused)
+
+
+def test_a_lane_has_so_many_streams_of_one_sender_and_of_all_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def endless(header: StreamHeader, parts: Any) -> Reply:
+        await asyncio.sleep(DEADLINE_S)
+        return Reply.OK
+
+    with two_ranks() as (remote, _, lane, first, _loop):
+        monkeypatch.setattr(remote, "_is_located", lambda sender: sender.peer == "known")
+        monkeypatch.setattr(lane, "on_parts", endless)
+        monkeypatch.setattr(type(lane.terms), "max_part_bytes", 1)
+        service = LaneService(lane, first)
+        flood = [*(f"stranger{number}" for number in range(MAX_STREAMS + 50)), *["known"] * MAX_STREAMS]
+        refused = asyncio.run_coroutine_threadsafe(floods(service, flood), lane._loop).result(DEADLINE_S)
+        assert refused == 50

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from diloco.base.types import Member
-from diloco.exchange.lives import STRANGERS, STRANGERS_PER_S, Lives
+from diloco.exchange.lives import MAX_ASKING, STRANGERS, STRANGERS_PER_S, Lives
 from diloco.protocol.messages import Reply
 from diloco.protocol.streams import ProcessId, Welcome
 from diloco.protocol.view import Timing
@@ -217,6 +217,24 @@ def test_strangers_are_asked_so_often_and_members_always(monkeypatch: pytest.Mon
     assert asyncio.run(ask(1000, stranger=False)) == 1000
     now_s = 2.0
     assert asyncio.run(ask(1000)) == 2 * STRANGERS_PER_S
+
+
+def test_so_many_strangers_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Answering(None)
+
+    async def hello(address: str, timeout_s: float) -> Welcome:
+        link.asked += 1
+        await asyncio.sleep(0.01)
+        raise LinkDown(address)
+
+    monkeypatch.setattr(link, "hello", hello)
+    lives = Lives(link, Timing(1.0, 4.0, 4.0))
+
+    async def flood() -> None:
+        await asyncio.gather(*(lives.ask(replace(B, peer=f"{number}"), 7, stranger=True) for number in range(200)))
+
+    asyncio.run(flood())
+    assert link.asked == MAX_ASKING
 
 
 def test_a_stranger_that_does_not_answer_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:

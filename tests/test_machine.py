@@ -567,9 +567,10 @@ def standing(
     voting: Sequence[Voter] | None = None,
     seat: Member | None = None,
     stall_s: float = 4.0,
+    rules: Rules = RULES,
 ) -> OnPaper:
     """The machine of a, which has just come to that version with b and c. `seat`: who leads the first attempt."""
-    rules = replace(RULES, start_peers=3, policy=policy)
+    rules = replace(rules, start_peers=3, policy=policy)
     machine = OnPaper(A, rules, Timing(0.5, 4.0, stall_s))
     names = voters(view) if voting is None else tuple(voting)
     held = leases.found([member.peer for member in view if not member.witness], RULES.bounds.lease_blocks)
@@ -844,6 +845,29 @@ def test_nothing_goes_to_an_address_that_is_a_strangers_word_until_it_answers() 
     machine.handle(m.Reached(replace(X, address="elsewhere:1")), 1.1)
     assert sends(machine.receive(said(X, behind, 2), 1.2)[1], m.Committed)[0][0].address == "elsewhere:1"
     assert X in [to for to, _ in sends(machine.handle(m.Tick(), 2.0), m.Heartbeat)]
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_no_commits_and_no_state_are_fetched_from_an_address_that_is_a_strangers_word(reached: bool) -> None:
+    ahead = m.Heartbeat(99, 99, False, Progress(), committed_tokens=10**9)
+    machine = standing(7)
+    machine.hear(X, m.Heartbeat(7, 7, True, Progress()), 0.4)
+    if reached:
+        machine.handle(m.Reached(X), 0.5)
+    assert [effect.source for effect in machine.hear(X, ahead, 5.0) if isinstance(effect, fx.CatchUp)] == [X] * reached
+    apart = standing(7, rules=replace(RULES, continue_after_s=1.0))
+    for now in (0.5, 0.7):
+        _, effects = apart.receive(said(X, ahead, next(apart.numbers), lineage="another"), now)
+        if reached:
+            apart.handle(m.Reached(X), now + 0.1)
+    assert [effect.source for effect in effects if isinstance(effect, fx.Resync)] == [X] * reached
+
+
+def test_a_voter_is_called_where_the_view_has_it_though_a_later_life_has_its_place() -> None:
+    """That it is dead can still be proven there."""
+    machine = standing(7)
+    machine.receive(said(replace(B, incarnation=9, address="b:9"), m.Heartbeat(-1, -1, True, Progress()), 1), 60.0)
+    assert B in [to for to, _ in sends(machine.handle(m.Tick(), 61.0), m.Heartbeat)]
 
 
 def test_the_roster_is_bounded_and_those_who_answered_stay_longest() -> None:
@@ -1318,6 +1342,8 @@ def test_two_histories_that_meet_stop_the_vote_until_a_person_decides() -> None:
     machine.receive(said(Member("operator", 0, ""), m.Evict("b", B.incarnation), 0), 0.3)
     assert machine.conflict == ""
     assert [to for to, _ in sends(machine.hear(C, m.Gather(7, seat, "again"), 0.4), m.Ready)] == [C]
+    machine.receive(said(B, beat, 2, head="another"), 0.5)  # it is not gone, and goes on to say so
+    assert machine.conflict == ""
 
 
 # ---------------------------------------------------------------- members that lie

@@ -66,8 +66,7 @@ class Exchange(ExchangeTasks):
         super().__init__(loop)
         self.terms = terms
         self.link = link
-        now = monotonic_s()
-        self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, now, forks, boot, restored)
+        self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s(), forks, boot, restored)
         self.votes = votes or Votes()
         self.directory: tuple[str, ...] = ()
         self.overlap_tokens = 0
@@ -266,7 +265,8 @@ class Exchange(ExchangeTasks):
 
     def assign(self, ranks: Mapping[int, LaneWire]) -> None:
         """Add the lanes of other ranks, which divide the outer state with us: wires, by rank. Before `start`."""
-        self.lanes.others += [RemoteLane(ranks[rank], self._loop, self, rank) for rank in sorted(ranks)]
+        located = self.machine.roster.is_located
+        self.lanes.others += [RemoteLane(ranks[rank], self._loop, self, rank, located) for rank in sorted(ranks)]
 
     # ------------------------------------------------------------ the loop's thread from here on
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVarTuple
 from diloco.base.errors import ResourceError
 from diloco.base.types import Closed, Contribution, Member
 from diloco.exchange.lane import Lane
+from diloco.exchange.quota import StreamQuota
 from diloco.exchange.work import LaneEvents
 from diloco.outer.state import StateChunk
 from diloco.protocol import messages as m
@@ -125,8 +126,16 @@ class LaneChannel:
 class RemoteLane:
     """The lane of another rank of this peer, as rank 0 sees it. Positional arguments only."""
 
-    def __init__(self, wire: LaneWire, loop: asyncio.AbstractEventLoop, head: LaneEvents, rank: int) -> None:
-        self._head, self._rank = head, rank
+    def __init__(
+        self,
+        wire: LaneWire,
+        loop: asyncio.AbstractEventLoop,
+        head: LaneEvents,
+        rank: int,
+        is_located: Callable[[Member], bool],
+    ) -> None:
+        """`is_located`: whether rank 0 has more than a sender's own word for its address."""
+        self._head, self._rank, self._is_located = head, rank, is_located
         self.send_bps = 0
         self.wire_bytes = (0, 0)
         """Sent and received there."""
@@ -141,6 +150,8 @@ class RemoteLane:
         if method == "failed":
             self._head.failed(ResourceError(f"rank {self._rank} of this island failed: {arguments[0]}", SEE))
             return None
+        if method == "is_located":
+            return self._is_located(*arguments)
         assert method in ("on_event", "on_moved", "on_lost", "admit")
         return getattr(self._head, method)(*arguments)
 
@@ -273,6 +284,10 @@ class RemoteExchange:
     def admit(self, header: StreamHeader) -> Awaitable[m.Reply]:
         return self._channel.ask("admit", header)
 
+    def is_located(self, sender: Member) -> Awaitable[bool]:
+        """Ask rank 0 whether it has more than the own word of a peer for its address."""
+        return self._channel.ask("is_located", sender)
+
     def failed(self, error: BaseException) -> None:
         self._channel.post("failed", f"{type(error).__name__}: {error}")
 
@@ -290,12 +305,15 @@ class RemoteExchange:
 class LaneService(Service):
     """Service of a lane on a rank other than 0: it takes parts from other peers, and nothing else."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, lane: Lane, first: RemoteExchange) -> None:
+        self._lane, self._first = lane, first
+        self._streams = StreamQuota()
         self.max_part_bytes = lane.terms.max_part_bytes
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
-        return await self._lane.on_parts(header, parts)
+        known = await self._first.is_located(header.sender)
+        with self._streams.open(header.sender.peer if known else ""):
+            return await self._lane.on_parts(header, parts)
 
     def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
         self._lane.on_bytes(header, size_bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from diloco.base.clock import monotonic_s
 from diloco.base.types import Closed, Member, Progress
 from diloco.exchange.archive import make_offer
 from diloco.exchange.engine import Exchange
+from diloco.exchange.quota import StreamQuota
 from diloco.outer.state import OuterState
 from diloco.protocol.leases import count
 from diloco.protocol.machine import Machine
@@ -22,10 +22,6 @@ from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.link import LinkRefused, Service
 from diloco.transport.pace import RateLimit
-
-MAX_STREAMS = 64
-"""Streams of parts that one peer may have here at once, and all strangers together: four times `network.streams`, for a
-contribution and a mean, and as many that are about to end. A stream costs 180 kB."""
 
 
 class ExchangeService(Service):
@@ -35,22 +31,15 @@ class ExchangeService(Service):
         self.exchange, self._terms, self._archive = exchange, exchange.terms, exchange.archive
         self.max_part_bytes = exchange.terms.lane.max_part_bytes
         self._serving = RateLimit(exchange.terms.serve_bps)
-        self._streams: Counter[str] = Counter()
-        """Streams that are open, by sender; those of strangers have no name."""
+        self._streams = StreamQuota()
 
     async def on_envelope(self, envelope: Envelope) -> Reply:
         return self.exchange.receive(envelope)
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> Reply:
-        name = header.sender.peer if self.exchange.machine.roster.is_located(header.sender) else ""
-        if self._streams[name] >= MAX_STREAMS:
-            return Reply.TOO_EARLY
-        self._streams[name] += 1
-        try:
+        known = self.exchange.machine.roster.is_located(header.sender)
+        with self._streams.open(header.sender.peer if known else ""):
             return await self.exchange.lane.on_parts(header, parts)
-        finally:
-            self._streams[name] -= 1
-            self._streams += Counter()  # without the names of those that have none
 
     def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
         self.exchange.lane.on_bytes(header, size_bytes)

@@ -33,6 +33,7 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.archive import Backlog, Snapshots, make_offer
 from diloco.exchange.background import ExchangeTasks
+from diloco.exchange.quota import StreamQuota
 from diloco.exchange.statesync import download
 from diloco.exchange.terms import max_part_bytes
 from diloco.gossip.acquaintances import Acquaintances
@@ -100,6 +101,7 @@ class Swapping(ExchangeTasks):
         self._fragment, self._stall_s = line.layout.fragments[0], terms.site.timeouts.stall_s
         self._swaps = Swaps(me.peer)
         self._admission = Admission(terms.run, terms.contract)
+        self._streams = StreamQuota()
         self._pool = one_thread("decode")
         self._news: deque[News] = deque()
         self._arriving: Arriving | None = None
@@ -395,11 +397,16 @@ class Swapping(ExchangeTasks):
         named = bool(header.known) and header.known[0].member == header.sender
         if header.kind not in (Kind.WEIGHTS, Kind.ANSWER) or not named:
             return m.Reply.MALFORMED
+        with self._streams.open(header.sender.peer):
+            return await self._take(header, parts)
+
+    async def _take(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
         self._hear(header.known)
         if header.kind is Kind.WEIGHTS and self._swaps.has_served(header.sender, header.height):
             if self._answer is None or not self._answer.swap.led_by(header.sender, header.height):
                 return m.Reply.STALE
-            self._spawn(self._send(self._answer))
+            if self.sending < MAX_STREAM_TRIES:  # a leader that lies asks again and again
+                self._spawn(self._send(self._answer))
             return m.Reply.OK
         place = header.sender, header.height, header.kind is Kind.ANSWER
         if (swap := self._swaps.awaited(*place)) is None:

@@ -260,7 +260,7 @@ class PeerRank:
         self._first = RemoteExchange(self.island.call(rank_0, bytes.fromhex(how.key)), lane, runtime.loop)
         host, port = split_address(site.network.listen)
         own = port + LANE_PORTS + self.island.rank if port else 0
-        served = runtime.serve(LaneService(lane), join_address(host, own))
+        served = runtime.serve(LaneService(lane, self._first), join_address(host, own))
         if not site.network.advertise:
             return reachable(served, toward)
         return join_address(split_address(site.network.advertise)[0], split_address(served)[1])

@@ -123,7 +123,8 @@ class Chain:
         """Look whether a peer of our lineage stands on another commit than we did in that place (rule 12): then a disk
         lied, or an old copy of one voted. Nobody may vote until a person has decided which history goes on."""
         ours = self._digests.get(beat.height)
-        if ours is not None and head != ours and self.conflict is None:
+        decided = self.membership.electorate.has_evicted(sender)  # it may live, and go on to say so
+        if ours is not None and head != ours and self.conflict is None and not decided:
             place = f"height {beat.height} (version {beat.version})"
             words = f"two histories: at {place} {sender.peer} stands on commit {head[:12]}, and we on {ours[:12]}"
             self.conflict = sender.peer, words

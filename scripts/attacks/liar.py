@@ -13,9 +13,11 @@ from diloco.base.types import Commit, Voter
 from diloco.exchange.engine import Exchange
 from diloco.outer.line import Line, PendingContribution
 from diloco.peer import rank
+from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.protocol.draft import Drafter
 from diloco.protocol.membership import Membership
+from diloco.protocol.post import Post
 from diloco.round import Seconds, measure
 
 FLIP = -10.0
@@ -59,6 +61,18 @@ def _announces(forge: Callable[[Commit], Commit]) -> None:
         beat(membership)
 
     setattr(Membership, "beat", lying)  # noqa: B010
+
+
+def _beats(envelope: Callable[[m.Envelope], m.Envelope]) -> None:
+    """As a member we send other heartbeats than we should."""
+    emit = Post.emit
+
+    def lying(post: Post, effect: fx.Effect) -> None:
+        if isinstance(effect, fx.Send) and isinstance(effect.envelope.body, m.Heartbeat) and post.membership.in_view:
+            effect = replace(effect, envelope=envelope(effect.envelope))
+        emit(post, effect)
+
+    setattr(Post, "emit", lying)  # noqa: B010
 
 
 def _only_us(head: Commit, **changed: Any) -> Commit:
@@ -123,6 +137,12 @@ def announced_founding() -> None:
         return _only_us(head, drafter="", state_digest="f" * 64, voters=(Voter("liar", 0, head.version - 1),))
 
     _announces(founding)
+
+
+@lie
+def false_head() -> None:
+    """Heartbeats name another commit than all stand on."""
+    _beats(lambda envelope: replace(envelope, head="f" * 64))
 
 
 @lie

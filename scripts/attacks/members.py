@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
+from diloco.simulate.local.processes import end_all
 from scripts.attacks.victims import CALM_S, Attack, NotHeld, Victims
 
+HONEST = ("p0", "p1", "p2")
 VOTES_S = 60.0
 """For a member to be named a voter, which coordinates."""
 
@@ -39,8 +44,31 @@ def forges(lie: str, coordinates: bool = False) -> Callable[[Victims], str]:
     return attack
 
 
+def false_head(victims: Victims) -> str:
+    """A member's heartbeats name another history: the vote stops, an operator learns who it is, ends and evicts it."""
+    victims.join_liar("liar", "false-head")
+    victims.until(lambda: _has_joined(victims), "the liar is a member")
+    victims.until(lambda: all(_alarms(victims, peer) for peer in HONEST), "all name the liar")
+    end_all([victims.peers.pop()])
+    evict = [sys.executable, "-m", "diloco", "evict", victims.address("p0"), "liar"]
+    subprocess.run(evict, env={**os.environ, **victims.variables}, check=True, capture_output=True)
+    return _alarms(victims, "p0")[0]
+
+
+def _alarms(victims: Victims, peer: str) -> list[str]:
+    return [why for why in _reasons(victims, peer) if "two histories" in why and "liar stands on" in why]
+
+
+def _reasons(victims: Victims, peer: str) -> list[str]:
+    return [str(event["text"]) for event in victims.events(peer, "reason")]
+
+
+def _has_joined(victims: Victims) -> bool:
+    return all(any("liar" in event["joined"] for event in victims.events(peer, "view")) for peer in HONEST)
+
+
 def _refusals(victims: Victims) -> list[str]:
-    reasons = [str(event["text"]) for name in ("p0", "p1") for event in victims.events(name, "reason")]
+    reasons = _reasons(victims, "p0") + _reasons(victims, "p1")
     return [reason for reason in reasons if reason.startswith("refused, from liar")]
 
 
@@ -62,4 +90,5 @@ ATTACKS = (
     Attack("forged-voters", "member", forges("forged-voters", coordinates=True), peers=2, short=False),
     Attack("announced-tokens", "member", forges("announced-tokens"), peers=2),
     Attack("announced-founding", "member", forges("announced-founding"), peers=2, short=False),
+    Attack("false-head", "member", false_head, peers=3),
 )
