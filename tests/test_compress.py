@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import struct
-import subprocess
-import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -520,17 +517,3 @@ def test_bombs_allocate_little() -> None:
     peaks = alone(peak_bytes_of_bombs)
     assert peaks.keys() == BOMBS.keys()
     assert {name: peak_bytes for name, peak_bytes in peaks.items() if peak_bytes >= 2**20} == {}
-
-
-# ---------------------------------------------------------------- fuzzing
-
-
-@pytest.mark.slow(queued=False)
-def test_fuzzing_finds_nothing() -> None:
-    script = Path(__file__).parent.parent / "scripts" / "fuzz-codecs"
-    command = [sys.executable, str(script), "--seconds", "0.03", "--seed", "7"]
-    run = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "two_bit" in run.stdout

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.base.errors import ConfigError, DilocoError, UsageError
+from diloco.base.errors import ConfigError, DilocoError, IncompatibleError, UsageError
 from diloco.base.files import make_folders
 from diloco.base.types import Closed, Commit
 from diloco.cli import main, peer
@@ -28,6 +28,7 @@ from diloco.island.plain import packed, unpacked
 from diloco.models import build_model, count_parameters, logit_rows
 from diloco.plan.model import activation_bytes, check_size
 from diloco.protocol import messages as m
+from diloco.run.operate import status_of
 from scripts.attacks import files
 from scripts.attacks.victims import Attack
 from scripts.bench.smalls import commit_of
@@ -264,6 +265,15 @@ def test_bytes_of_others_are_refused(text: str) -> None:
             unpacked(data)
 
 
+def test_sizes_that_are_more_than_came_are_refused() -> None:
+    """Thousands of pieces of 30 kB in a message of 56 kB took 60 MB."""
+    blob, sizes = bytes(30_000), [30_000, -30_000] * 2000
+    for lengths in ([*sizes, 30_000], [30_000, 1], [29_999]):
+        body = json.dumps([["bytes", 0], lengths]).encode()
+        with pytest.raises(ValueError, match="do not fit"):
+            unpacked(len(body).to_bytes(8, "big") + body + blob)
+
+
 # ---------------------------------------------------------------- the terminal
 
 
@@ -276,3 +286,12 @@ def test_a_status_that_makes_no_sense_is_an_error_for_people(monkeypatch: pytest
     monkeypatch.setattr("diloco.run.operate.ask_status", lambda _: {"run": "\x1b]0;owned\x07"})
     with pytest.raises(DilocoError, match="cannot read"):
         peer.status("127.0.0.1:1")
+
+
+def test_evicting_by_a_status_that_makes_no_sense_is_an_error_for_people() -> None:
+    peers = '[{"peer": "a", "address": "a:1", "incarnation": "1", "in_view": true, "alive": true}]'
+    whole = '{"run": "r", "contract_digest": "c", "lineage": "l", "answering": "a", "peers": %s}'
+    for answer in ("", "[]", "{}", "[" * 10**5, whole % peers, whole % "3", (whole % "[]").replace("r", "\\ud800")):
+        with pytest.raises(IncompatibleError, match="cannot read"):
+            status_of("127.0.0.1:1", answer)
+    assert status_of("127.0.0.1:1", whole % peers.replace('"1"', "1"))["run"] == "r"

@@ -435,7 +435,7 @@ def audit_text(result: Audit) -> str:
     lines = [f"{head}, checkpoints {result.checkpoints}", "", f"{'peer':20}{titles}  state"]
     for row in result.peers:
         numbers = "".join(f"{row[name]:,}".rjust(width) for name, width in _WIDTHS.items())
-        lines.append(f"{readable_text(row['peer'], 19):20}{numbers}  {row['state'][:12]}")
+        lines.append(f"{readable_text(row['peer'], 19):20}{numbers}  {readable_text(row['state'][:12])}")
     for fork in result.forks:
         goes_on, *others = (readable_text(lineage) for lineage in fork.lineages)
         lost = f"{fork.discarded_tokens:,} committed tokens of {', '.join(others) or 'the others'} do not count"

@@ -30,7 +30,8 @@ def saying() -> Iterator[Callable[[str], None]]:
     def write() -> None:
         try:
             for line in iter(waiting.get, None):
-                data = f"{line}\n".encode(sys.stdout.encoding or "utf-8", "backslashreplace")
+                shown = "\n".join(map(printable, line.split("\n")))
+                data = f"{shown}\n".encode(sys.stdout.encoding or "utf-8", "backslashreplace")
                 while data:
                     data = data[os.write(1, data) :]
         except OSError as error:

@@ -12,7 +12,6 @@ from typing import Annotated
 from typer import Argument, Exit, Option, Typer
 
 from diloco.base.collector import started
-from diloco.base.errors import IncompatibleError
 from diloco.base.files import keep_files_private
 from diloco.base.readable import printable
 from diloco.cli.lines import PeerLines, saying
@@ -119,19 +118,18 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Ask a member how the run is: version, digest, who is there and how far."""
-    from diloco.observe.screen import status_text
+    from diloco.observe.screen import UNREADABLE, status_text
     from diloco.run.options import member_address
 
     host_port = member_address(address)  # before what takes seconds is imported
 
-    from diloco.run.operate import ask_status
+    from diloco.run.operate import ask_status, unreadable
 
     tree = ask_status(host_port)
     try:
         show(json.dumps(tree, indent=2) if as_json else status_text(tree))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
-        cause = f"{host_port} answers with a status that this diloco cannot read: {error!r}"
-        raise IncompatibleError(cause[:300], "ask another member, or use the same diloco release") from error
+    except UNREADABLE as error:
+        raise unreadable(host_port, error) from error
 
 
 @operator_commands.command(epilog="Example:  diloco evict 127.0.0.1:4000 gpu-box-17")

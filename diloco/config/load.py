@@ -135,7 +135,11 @@ def _validated(schema: type[S], tree: dict[str, Any], where: str, overridden: Co
     if schema is Contract:
         _apply_preset(tree, origin, where)
     try:
-        return Loaded(schema.model_validate_json(json.dumps(tree, default=str)), origin)  # str: TOML has dates, we none
+        text = json.dumps(tree, default=str)  # str: TOML has dates, we none
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: a number has too many digits, or lists are too deep", "shorten it") from error
+    try:
+        return Loaded(schema.model_validate_json(text), origin)
     except ValidationError as error:
         name, cause = _first_problem(error)
         # A problem of several keys has no place of its own: the file and the command line may both have a part in it.

@@ -13,7 +13,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from diloco.protocol.effects import Save
 from diloco.protocol.vote import Restored, VoteRecord
 
 VOTES = "votes"
+_TYPES = [int, int, *map(type, astuple(VoteRecord("")))]
+"""Types of life, number and record in a line."""
 
 
 class Votes:
@@ -112,7 +114,7 @@ class DiskVotes(Votes):
             self._close()  # a descriptor of the old file would write where nobody reads
             beside.replace(self._path)
             sync_path(self._path.parent)
-        except OSError:  # it stays as long as it is
+        except (OSError, ValueError, AttributeError):  # it stays as long as it is; its lines may be a stranger's
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
 
@@ -166,13 +168,17 @@ def past_votes(directory: Path) -> PastVotes | None:
         return None
     if not found:
         return None
-    heads = (Commit.from_bytes(tree["head"].encode()) for _, tree in found if "head" in tree)
-    commits, last = {head.digest: head for head in heads}, found[-1][1]
-    if last["record"]["head"] not in commits:
+    last = found[-1][1]
+    try:  # the checksums may be a stranger's, in a folder that was handed over
+        heads = [Commit.from_bytes(tree["head"].encode()) for _, tree in found if "head" in tree]
+        commits = {head.digest: head for head in heads}
+        accepted = Commit.from_bytes(last["accepted"].encode()) if last["accepted"] is not None else None
+        record = VoteRecord(**last["record"])
+        if [*map(type, (last["life"], last["number"], *astuple(record)))] != _TYPES:
+            raise ValueError("a vote with a field of another type")
+        return PastVotes(Restored(last["life"], last["number"], record, accepted, commits[record.head]), commits)
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    accepted = Commit.from_bytes(last["accepted"].encode()) if last["accepted"] is not None else None
-    record = VoteRecord(**last["record"])
-    return PastVotes(Restored(last["life"], last["number"], record, accepted, commits[record.head]), commits)
 
 
 def _lines(data: bytes) -> list[tuple[bytes, dict[str, Any]]] | None:

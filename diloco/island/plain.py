@@ -24,7 +24,11 @@ _HEAD = struct.Struct(">Q")
 
 def _classes(module: ModuleType) -> dict[str, type]:
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
-    return {kind.__name__: kind for kind in kinds if dataclasses.is_dataclass(kind) or issubclass(kind, Enum)}
+    return {
+        kind.__name__: kind
+        for kind in kinds
+        if dataclasses.is_dataclass(kind) or (issubclass(kind, Enum) and len(kind))
+    }
 
 
 CLASSES: Mapping[str, type] = {
@@ -47,6 +51,9 @@ def unpacked(data: bytes) -> Any:
         (length,) = _HEAD.unpack_from(data)
         place = _HEAD.size + length
         tree, lengths = json.loads(data[_HEAD.size : place])
+        # Else pieces of a few bytes, there and back again, take a thousand times the memory of what came.
+        if not all(type(size) is int and size >= 0 for size in lengths) or place + sum(lengths) != len(data):
+            raise ValueError("sizes that do not fit")
         blobs = []
         for size in lengths:
             blobs.append(data[place : place + size])

@@ -421,7 +421,7 @@ def outcomes(summary: Mapping[str, Any]) -> list[MethodResult]:
     methods = [("DiLoCo", summary, baseline)]
     for name, entry in others.items():
         same_tokens = {"tokens": summary.get("tokens"), **entry}
-        methods.append((NAMES.get(name, name), same_tokens, {} if name == base_name else baseline))
+        methods.append((NAMES.get(name, readable_text(name)), same_tokens, {} if name == base_name else baseline))
     rows = []
     for name, entry, base in methods:
         loss, sent = entry.get("val_loss"), entry.get("wire_bytes_sent_per_peer")

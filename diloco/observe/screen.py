@@ -299,12 +299,17 @@ def _conclusion(summary: Mapping[str, Any], methods: Sequence[MethodResult]) -> 
 # ---------------------------------------------------------------- the answer of `diloco status`
 
 
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration)
+"""Errors of a status that no member answers with."""
+
+
 def status_text(status: Mapping[str, Any]) -> str:
-    """The screen of `diloco status`, from a member's answer: the run's progress, and a row per peer."""
+    """The screen of `diloco status`, from a member's answer: the run's progress, and a row per peer. Raises one of
+    `UNREADABLE`."""
     total, tokens, peers = status["total_tokens"], status["tokens"], status["peers"]
     answering = next(peer for peer in peers if peer["peer"] == status["answering"])
     lines = [
-        f"{readable_text(status['run'])}: version {status['version']}, {tokens:,} of {total:,} tokens "
+        f"{readable_text(status['run'])}: version {status['version']:d}, {tokens:,} of {total:,} tokens "
         f"({tokens / max(total, 1):.0%}), says {readable_text(status['answering'])}",
         f"state {readable_text(status['state_digest'][:16]) or NOTHING}  "
         f"contract {readable_text(status['contract_digest'][:16])}",

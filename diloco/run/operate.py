@@ -8,8 +8,8 @@ from collections.abc import Coroutine
 from contextlib import closing
 from typing import Any, TypeVar
 
-from diloco.base.errors import TicketError, UnreachableError, UsageError
-from diloco.base.types import Member
+from diloco.base.errors import IncompatibleError, TicketError, UnreachableError, UsageError
+from diloco.base.types import MAX_TEXT, Member
 from diloco.identity.user_key import secrets_to_try
 from diloco.protocol import messages as m
 from diloco.transport.endpoint import Runtime, unanswered
@@ -21,18 +21,44 @@ ANSWER_S = 5.0
 
 
 def ask_status(address: str) -> dict[str, Any]:
-    """An operator's request to the member at `address` (HOST:PORT): its status. Raises UnreachableError."""
+    """An operator's request to the member at `address` (HOST:PORT): its status. Raises UnreachableError and
+    IncompatibleError."""
     with closing(Runtime(secrets_to_try(), ANSWER_S)) as runtime:
         answer, _ = runtime.first_answer(lambda link: _answer(address, link.status(address, ANSWER_S)), ANSWER_S + 5.0)
-        tree: dict[str, Any] = json.loads(answer)
-    return tree
+    return status_of(address, answer)
+
+
+def status_of(address: str, answer: str) -> dict[str, Any]:
+    """A member's answer to a request for its status, with what an eviction asks of it. Raises IncompatibleError."""
+    try:
+        tree = json.loads(answer)
+        texts = [tree[name] for name in ("run", "contract_digest", "lineage", "answering")]
+        texts += [text for peer in tree["peers"] for text in (peer["peer"], peer["address"])]
+        "".join(texts).encode()  # they are texts, and without lone surrogates
+        if any(len(text) > MAX_TEXT for text in texts):
+            raise ValueError("a text is too long")
+        lives = [peer["incarnation"] for peer in tree["peers"]]
+        if not all(type(life) is int and 0 <= life < 2**63 for life in lives):
+            raise ValueError("a life is no number")
+        if not all(type(peer[name]) is bool for peer in tree["peers"] for name in ("in_view", "alive")):
+            raise ValueError("whether a peer lives is not said")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise unreadable(address, error) from error
+    return dict(tree)
+
+
+def unreadable(address: str, error: Exception) -> IncompatibleError:
+    """Error for a status that no member of this release answers with."""
+    cause = f"{address} answers with a status that this diloco cannot read: {error!r}"
+    return IncompatibleError(cause[:300], "ask another member, or use the same diloco release")
 
 
 def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str, m.Reply]]:
     """For an operator, report to every live member that the life of `peer` in the view at `address` is over.
 
     Returns the members that took the report, those that did not answer, and the others' refusals. Raises UsageError for
-    a stranger and where nobody takes the peer for dead, and UnreachableError where nobody answered."""
+    a stranger and where nobody takes the peer for dead, UnreachableError where nobody answered, and IncompatibleError.
+    """
     with closing(Runtime(secrets_to_try(), ANSWER_S)) as runtime:
         return runtime.first_answer(lambda link: evict(link, address, peer), 2 * ANSWER_S + 5.0)[0]
 
@@ -44,7 +70,7 @@ async def evict(
 
     `incarnation`: of the life that is dead; UsageError if the view has another by now. None: any life of it.
     """
-    tree = json.loads(await _answer(address, link.status(address, ANSWER_S)))
+    tree = status_of(address, await _answer(address, link.status(address, ANSWER_S)))
     known = {entry["peer"]: entry for entry in tree["peers"] if entry["in_view"]}
     if peer not in known:
         raise UsageError(f"the view has no peer named {peer}", f"it has {', '.join(known)}")

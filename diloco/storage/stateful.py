@@ -64,7 +64,10 @@ class UserState:
         key = f"{self._rank}/json"
         if key not in pieces:
             raise StateError("the checkpoint has no state of this rank", "resume with as many ranks as wrote it")
-        tree = json.loads(bytes(pieces[key].numpy()))
+        try:
+            tree = dict(json.loads(bytes(pieces[key].numpy())))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise StateError("the checkpoint's state of this rank is malformed", "use one that diloco wrote") from error
         if set(tree) != set(self._objects):
             saved, given = ", ".join(sorted(tree)), ", ".join(sorted(self._objects))
             cause = f"the checkpoint has the state of {saved}; this loop gives {given}"
@@ -75,7 +78,7 @@ class UserState:
                     self._load_optimizer(name, value, tree[name], pieces)
                 else:
                     value.load_state_dict(_whole(tree[name], partial(self._own, pieces, "cpu")))
-            except (KeyError, ValueError, RuntimeError, TypeError, IndexError) as error:
+            except (LookupError, ValueError, RuntimeError, TypeError, AttributeError) as error:
                 cause = f"state[{name!r}] does not take what the checkpoint has: {error!r}"
                 raise StateError(cause[:500], "resume with the same optimizer and objects") from error
 

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from diloco.base.collector import started, starts
+from diloco.base.readable import printable
 from diloco.base.types import Member
 
 logger = logging.getLogger(__name__)
@@ -137,19 +138,24 @@ def _import_hivemind() -> None:
     log.handlers.clear()
     log.propagate = True
     handler = logging.StreamHandler()
-    handler.setFormatter(_WithoutTraceback())
+    handler.setFormatter(_PlainLines())
     logging.getLogger().addHandler(handler)
 
 
-class _WithoutTraceback(logging.Formatter):
-    """Formatter of the hivemind process's log: a line ends with the exception itself.
+class _PlainLines(logging.Formatter):
+    """Formatter of the hivemind process's log: plain characters, also of what strangers sent, and one line of an
+    exception.
 
     When p2pd dies, the ends of its sockets are often seen before its own. hivemind's tasks that read them then fail,
     and asyncio logs each with its traceback, on the terminal of a peer that goes on with a new node.
     """
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        return f"{ei[0].__name__}: {ei[1]}"
+        return printable(f"{ei[0].__name__}: {ei[1]}")
 
 
 async def _start_node(run: str, listen: str, timeout_s: float) -> Any:

@@ -1,4 +1,4 @@
-"""All codecs that `scripts/bench-codecs` measures and `scripts/fuzz-codecs` attacks."""
+"""All codecs that `scripts/bench-codecs` measures and `scripts/fuzz` attacks."""
 
 from __future__ import annotations
 

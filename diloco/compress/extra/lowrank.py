@@ -68,7 +68,7 @@ class LowRankCodec(Codec):
         raw = from_bytes(payload)
         cut = rank * torch.float32.itemsize
         scales, factors = raw[:cut].view(torch.float32), raw[cut:].view(torch.float16).float()
-        low, high = torch.aminmax(scales)
+        low, high = (bound.item() for bound in torch.aminmax(scales))
         if not (low >= 0 and high <= MAX_SCALE and math.isfinite(magnitude(factors))):
             raise PayloadError("lowrank payload with factors that are not finite, or scales that are none")
         left = factors[: rank * rows].view(rank, rows, 1)
