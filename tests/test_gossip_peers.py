@@ -21,7 +21,6 @@ from diloco.base.errors import StateError
 from diloco.base.types import Member, Phase, Progress
 from diloco.compress import open_codecs
 from diloco.config.contract import CodecSection
-from diloco.exchange.quota import MAX_STREAMS
 from diloco.gossip import swapping
 from diloco.gossip.pairing import Pairing, pair_mean, spread
 from diloco.gossip.swaps import Arriving, Swap, SwapStage
@@ -33,6 +32,7 @@ from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.storage.checkpoint import load
 from diloco.transport.grpc_link import GrpcLink
 from diloco.transport.link import Link, LinkRefused
+from diloco.transport.pace import MAX_STREAMS
 from tests.fronts import drive
 from tests.gossips import ELEMENTS, TOKENS, Gossiper, World
 from tests.peers import KEYS, until

@@ -41,7 +41,6 @@ from diloco.exchange.copying import StateCopier
 from diloco.exchange.engine import Exchange
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes, LaneService, RemoteExchange, RemoteLane
-from diloco.exchange.quota import MAX_STREAMS
 from diloco.exchange.sending import STREAM_PAUSE_S
 from diloco.exchange.statesync import Elsewhere
 from diloco.exchange.work import LaneEvents, LanePayloads
@@ -61,6 +60,7 @@ from diloco.protocol.messages import Begin, Reply, Span
 from diloco.protocol.streams import Kind, Part, StateOffer, StreamHeader
 from diloco.transport.endpoint import Runtime
 from diloco.transport.link import LinkRefused
+from diloco.transport.pace import MAX_STREAMS
 from tests.fronts import drive
 from tests.peers import DEADLINE_S, PeerProcess, ending, ranks_of, run_cli, tiny_contract
 from tests.test_run import agree

@@ -33,8 +33,8 @@ from scripts.attacks import files
 from scripts.attacks.victims import Attack
 from scripts.bench.smalls import commit_of
 
-SHORT = [one for one in files.ATTACKS if one.short and not one.name.startswith(("hostile", "secrets", "launcher"))]
-LONG = [one for one in files.ATTACKS if one not in SHORT]
+LONG = [one for one in files.ATTACKS if one.name.startswith(("hostile", "secrets", "launcher"))]
+SHORT = [one for one in files.ATTACKS if one.short and one not in LONG]
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -14,12 +14,12 @@ from typing import Any, Protocol, TypeVarTuple
 from diloco.base.errors import ResourceError
 from diloco.base.types import Closed, Contribution, Member
 from diloco.exchange.lane import Lane
-from diloco.exchange.quota import StreamQuota
 from diloco.exchange.work import LaneEvents
 from diloco.outer.state import StateChunk
 from diloco.protocol import messages as m
 from diloco.protocol.streams import Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.link import LinkRefused, Service
+from diloco.transport.pace import StreamQuota
 
 Ts = TypeVarTuple("Ts")
 

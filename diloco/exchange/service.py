@@ -14,14 +14,13 @@ from diloco.base.clock import monotonic_s
 from diloco.base.types import Closed, Member, Progress
 from diloco.exchange.archive import make_offer
 from diloco.exchange.engine import Exchange
-from diloco.exchange.quota import StreamQuota
 from diloco.outer.state import OuterState
 from diloco.protocol.leases import count
 from diloco.protocol.machine import Machine
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.link import LinkRefused, Service
-from diloco.transport.pace import RateLimit
+from diloco.transport.pace import RateLimit, StreamQuota
 
 
 class ExchangeService(Service):

@@ -33,7 +33,6 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.archive import Backlog, Snapshots, make_offer
 from diloco.exchange.background import ExchangeTasks
-from diloco.exchange.quota import StreamQuota
 from diloco.exchange.statesync import download
 from diloco.exchange.terms import max_part_bytes
 from diloco.gossip.acquaintances import Acquaintances
@@ -48,7 +47,7 @@ from diloco.protocol.roster import Admission
 from diloco.protocol.streams import Kind, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.endpoint import Runtime
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
-from diloco.transport.pace import RateLimit
+from diloco.transport.pace import RateLimit, StreamQuota
 
 MAX_STREAM_TRIES = 3
 STREAM_PAUSE_S = 0.1

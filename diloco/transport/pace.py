@@ -1,5 +1,5 @@
-"""Sending of parts: the outbox that collects them, limits of the rate and of what is under way, and the uplink's
-measurement. No I/O.
+"""Sending of parts: the outbox that collects them, limits of the rate, of what is under way and of each sender's
+streams, and the uplink's measurement. No I/O.
 
 The state for a joiner shares a peer's uplink and cores with its training, which goes first; and a peer's rounds may
 share an uplink with the peer's owner.
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from statistics import median
 
+from diloco.protocol.messages import Reply
 from diloco.protocol.streams import Part
+from diloco.transport.link import LinkRefused
 
 SERVE_BPS_PER_CORE = 80e6
 """Bits per second to joiners that cost 5 % of a core: checksum, gRPC, TLS and TCP take 5 ns a byte beside training
@@ -27,6 +29,10 @@ MEASURED_S = 0.5
 """Seconds of sending in one sample of the rate: shorter ones measure busy cores more than the link."""
 MEASURED_VERSIONS, MIN_VERSIONS = 4, 3
 """Versions with samples that are kept, and versions that are needed for a rate: a process's first syncs are slow."""
+
+MAX_STREAMS = 64
+"""Streams of parts that one peer may have open at a server at once, and all strangers together: four times
+`network.streams`, for a contribution and a mean, and as many that are about to end. A stream costs 180 kB."""
 
 
 class RateLimit:
@@ -49,6 +55,26 @@ class RateLimit:
         turn_s = max(self._free_at_s, now_s - BURST_S)
         self._free_at_s = turn_s + 8 * size_bytes / self._bps
         return max(turn_s - now_s, 0.0)
+
+
+class StreamQuota:
+    """Streams of parts that are open at one server of a peer, by sender: rank 0's, a lane's, or a gossiping peer's."""
+
+    def __init__(self) -> None:
+        self._open: Counter[str] = Counter()
+
+    @contextmanager
+    def open(self, sender: str) -> Iterator[None]:
+        """A stream while it is open; of strangers, `sender` is empty. Raises LinkRefused (TOO_EARLY) where the sender
+        has as many as it may have."""
+        if self._open[sender] >= MAX_STREAMS:
+            raise LinkRefused(Reply.TOO_EARLY, f"{MAX_STREAMS} streams of this sender are open")
+        self._open[sender] += 1
+        try:
+            yield
+        finally:
+            self._open[sender] -= 1
+            self._open += Counter()  # without the names of those that have none
 
 
 class Uplink:

@@ -35,7 +35,7 @@ from scripts.fuzzing.target import Target
 from scripts.fuzzing.worker import Run, fuzzed
 
 INPUTS = 10_000
-SHORT = 2000
+SHORT = 500
 PROGRESS_S = 10.0
 KINDS = ("codecs", "messages", "files", "texts")
 """Modules with targets."""

@@ -259,11 +259,13 @@ def _limit_memory() -> None:
 
 
 def _memory_mb() -> float:
-    """Memory that this process holds now; the most it ever held where there is no /proc."""
+    """Memory of its own that this process holds now, without that of files, which the kernel takes back as it likes;
+    the most it ever held where there is no /proc."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / MB
+        lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return _peak_mb()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024 / MB
 
 
 def _peak_mb() -> float:
