@@ -123,12 +123,8 @@ class OwnLoop:
 
 
 def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:
-    """The contract of a member of the run to resume that answers now, or is starting. None: nobody answers.
-
-    At an address where a member was, another user of this machine may listen by now: without a secret, if ours had one.
-    """
-    if endpoint.private and remembered_private(past.folder):
-        endpoint.runtime.settle()
+    """The contract of a member of the run to resume that answers now, or is starting. None: nobody answers."""
+    keep_secret(endpoint, past.folder)
     answering = [ticket for ticket in past.tickets if endpoint.runtime.is_there(ticket.partition("/")[0])]
     for ticket in answering:
         try:
@@ -136,6 +132,13 @@ def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:
         except DilocoError:
             endpoint.welcome = None  # another run is there by now
     return None
+
+
+def keep_secret(endpoint: Endpoint, folder: Path) -> None:
+    """Ask at the addresses of members that a peer's folder remembers only with the secret of its run, if that had one:
+    another user of this machine may listen there by now."""
+    if endpoint.private and remembered_private(folder):
+        endpoint.runtime.settle()
 
 
 def make_folder(directory: Path, site: Site, private: bool) -> Path:
