@@ -39,7 +39,7 @@ from diloco.protocol.view import (
     spans,
     upload_shares,
 )
-from diloco.protocol.vote import Voters, most_named
+from diloco.protocol.vote import Restored, VoteRecord, Voters, most_named
 from diloco.simulate.virtual.plans.plan import parse
 from diloco.simulate.virtual.search import narrate, outcome_lines
 
@@ -533,8 +533,8 @@ def sends(effects: Sequence[fx.Effect], kind: type[BodyT]) -> list[tuple[Member,
 class OnPaper(Machine):
     """A machine whose disk has at once what is to be saved."""
 
-    def __init__(self, me: Member, rules: Rules, timing: Timing) -> None:
-        super().__init__(me, rules, timing, "lineage", False, 0.0)
+    def __init__(self, me: Member, rules: Rules, timing: Timing, restored: Restored | None = None) -> None:
+        super().__init__(me, rules, timing, "lineage", False, 0.0, restored=restored)
         self.numbers = count(1)
         """Numbers of messages that it hears."""
 
@@ -1344,6 +1344,25 @@ def test_two_histories_that_meet_stop_the_vote_until_a_person_decides() -> None:
     assert [to for to, _ in sends(machine.hear(C, m.Gather(7, seat, "again"), 0.4), m.Ready)] == [C]
     machine.receive(said(B, beat, 2, head="another"), 0.5)  # it is not gone, and goes on to say so
     assert machine.conflict == ""
+
+
+def test_a_restarted_voter_has_no_part_in_votes_before_the_one_of_its_record() -> None:
+    """Its disk has the later vote in the place of what it said in the earlier one, and its state may lag behind."""
+    past = standing(7).commit
+    assert past is not None
+    later = following(past, "mean")
+    machine = OnPaper(
+        A, RULES, Timing(0.5, 4.0, 4.0), Restored(A.incarnation, 5, VoteRecord(later.digest), None, later)
+    )
+    answers: list[list[Member]] = []
+    for now, commit in enumerate((past, later)):
+        machine.handle(m.StateHeld(commit.version, "state", commit), float(now))
+        attempt, seat = next(
+            (one, machine._acceptor.seat(one)) for one in range(1, 9) if machine._acceptor.seat(one) != A
+        )
+        asked = machine.hear(seat, m.Gather(commit.version, attempt, "again"), now + 0.5)
+        answers.append([to for to, _ in sends(asked, m.Ready)])
+    assert answers == [[], [seat]]
 
 
 # ---------------------------------------------------------------- members that lie
