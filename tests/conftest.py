@@ -83,8 +83,8 @@ def _loops_are_never_busy_for_long(_loop_probe: _Probed) -> Iterator[None]:
 
     What garbage collection takes there counts in `diloco peer` and `diloco witness`, and not in somebody's own program;
     what the host of a virtual machine took meanwhile counts nowhere, and on a slow CPU the limit is as much longer. How
-    slow it was is measured after the callback, when the other hyperthread may have stopped to compute: so a callback
-    may once in all tests take as much longer as a busy one costs.
+    slow it was is measured after the callback, when the other hyperthread may have stopped to compute: so each may
+    once, in all tests of a worker, take as much longer as a busy one costs.
     """
     yield
     long: list[str] = []

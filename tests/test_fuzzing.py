@@ -32,7 +32,8 @@ def test_fuzzing_finds_nothing(tmp_path: Path) -> None:
     rows = {row["target"]: row for row in json.loads(rows_file.read_text())}
     assert {f"message-{kind.__name__.lower()}" for kind in get_args(Body)} <= rows.keys()
     assert {"codec-two_bit+zstd", "bundle", "file-ledger-sealed", "contract-toml", "status"} <= rows.keys()
-    assert all(tuple(row) == ROW and row["accepted"] for row in rows.values())
+    assert all(tuple(row) == ROW for row in rows.values())
+    assert sum(row["refused"] > 0 for row in rows.values()) > len(rows) / 2
 
 
 # ---------------------------------------------------------------- readers with holes

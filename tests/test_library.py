@@ -201,8 +201,8 @@ def test_mistakes_are_named() -> None:
 def test_what_fails_before_it_is_a_run_frees_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gates: list[Endpoint] = []
 
-    def endpoint(site: Site, lanes: int, joins: bool) -> Endpoint:
-        gates.append(Endpoint(site, lanes, joins))
+    def endpoint(site: Site, lanes: int, joins: bool, private: bool) -> Endpoint:
+        gates.append(Endpoint(site, lanes, joins, private))
         return gates[-1]
 
     monkeypatch.setattr("diloco.run.door.Endpoint", endpoint)

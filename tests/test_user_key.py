@@ -22,6 +22,7 @@ from diloco.identity.keys import FILE_VARIABLE, VARIABLE, keys_of
 from diloco.identity.user_key import key_path, secrets_to_try, user_key
 from diloco.run.door import asked_members
 from diloco.run.operate import ask_status, evict_peer
+from diloco.run.options import remembered_private
 from diloco.run.past import PastRun
 from diloco.run.run import Run
 from diloco.transport.endpoint import Endpoint
@@ -185,13 +186,35 @@ def test_who_would_let_in_anybody_joins_a_run_with_a_key_as_it_is(founder: Run) 
         assert private(joiner)
 
 
+def test_a_run_that_had_a_key_is_not_asked_without_one(caplog: pytest.LogCaptureFixture) -> None:
+    assert secrets_to_try() == (key := user_key(), "")
+    assert secrets_to_try(private=True) == secrets_to_try(joins=False, private=True) == (key,)
+    assert secrets_to_try(insecure=True, private=True) == ("", key)
+    key_path().chmod(0o644)
+    with pytest.raises(UsageError, match="others can read or change"):
+        secrets_to_try(private=True)
+    assert secrets_to_try() == ("",)  # and says so
+    assert "others can read or change" in caplog.text
+
+
+def test_where_files_have_one_name_only_a_key_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    assert user_key() == user_key()
+    assert stat.S_IMODE(key_path().stat().st_mode) == 0o600
+    assert os.listdir(key_path().parent) == ["key"]
+
+
 @pytest.mark.parametrize("keyed", [True, False])
 def test_who_resumes_a_run_with_a_key_joins_none_without(keyed: bool, tmp_path: Path) -> None:
     """Another user listens where a member was, with the same contract."""
     site = Site() if keyed else OPEN
     with closing(diloco.found(contract(), nn.Linear(4, 4), site=site, directory=tmp_path / "peer")):
         pass
-    with closing(founded(site=OPEN)) as other, closing(Endpoint(Site())) as endpoint:
+    private = remembered_private(tmp_path / "peer")
+    with closing(founded(site=OPEN)) as other, closing(Endpoint(Site(), private=private)) as endpoint:
         address, _, digest = other.address.partition("/")
         past = PastRun(tmp_path / "peer", 0, 0.0, digest, 0, (address,))
         assert (asked_members(past, endpoint) is None) == keyed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from diloco.base.errors import ConfigError
@@ -11,7 +12,8 @@ from diloco.base.readable import readable_bytes
 
 FP32_BYTES = 4
 MEMORY = Path("/proc/meminfo")
-IS_IT = "check that this is the run you mean"
+CONTAINER = Path("/sys/fs/cgroup/memory.max")
+RIGHT_RUN = "check that this is the run you mean"
 
 
 def check_parameters(model: str, parameters: int, max_params: int | None) -> None:
@@ -23,20 +25,25 @@ def check_parameters(model: str, parameters: int, max_params: int | None) -> Non
         needed = f"{parameters:,} parameters, {readable_bytes(FP32_BYTES * parameters)} in fp32"
         why = "is set" if max_params else f"fit once into this machine's {readable_bytes(memory_bytes)}"
         cause = f"{model} has {needed}; the limit here is {limit:,}, which {why}"
-        raise ConfigError(cause, f"{IS_IT}; raise the limit with --max-params, as in 7B")
+        raise ConfigError(cause, f"{RIGHT_RUN}; raise the limit with --max-params, as in 7B")
 
 
 def check_bytes(what: str, needed: float, available: float, fix: str) -> None:
     """Refuse `what`, which takes at least `needed` bytes of memory, where fewer are `available`. Raises ConfigError."""
     if needed > available:
         cause = f"{what} takes at least {readable_bytes(needed)}; there are {readable_bytes(available)}"
-        raise ConfigError(cause, f"{IS_IT}; {fix}")
+        raise ConfigError(cause, f"{RIGHT_RUN}; {fix}")
 
 
 def host_bytes() -> float:
-    """Bytes of RAM and swap on this machine; infinite where only Linux would say."""
+    """Bytes of RAM and swap on this machine, or of RAM that its container may use and swap; infinite where only Linux
+    would say."""
     try:
         lines = [line.split() for line in MEMORY.read_text().splitlines()]
     except OSError:  # not Linux; or this process has as many files open as it may
         return math.inf
-    return 1024.0 * sum(int(line[1]) for line in lines if line[0] in ("MemTotal:", "SwapTotal:"))
+    sizes = {line[0]: 1024.0 * int(line[1]) for line in lines if line[0] in ("MemTotal:", "SwapTotal:")}
+    ram = sizes["MemTotal:"]
+    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        ram = min(ram, float(int(CONTAINER.read_text())))
+    return ram + sizes.get("SwapTotal:", 0.0)

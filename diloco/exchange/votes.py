@@ -29,6 +29,8 @@ from diloco.protocol.vote import Restored, VoteRecord
 VOTES = "votes"
 _TYPES = [int, int, *map(type, astuple(VoteRecord("")))]
 """Types of life, number and record in a line."""
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError)
+"""Errors of lines whose checksums are right and which nobody wrote here."""
 
 
 class Votes:
@@ -114,7 +116,7 @@ class DiskVotes(Votes):
             self._close()  # a descriptor of the old file would write where nobody reads
             beside.replace(self._path)
             sync_path(self._path.parent)
-        except (OSError, ValueError, AttributeError):  # it stays as long as it is; its lines may be a stranger's
+        except (OSError, *_MALFORMED):  # it stays as long as it is
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
 
@@ -174,10 +176,11 @@ def past_votes(directory: Path) -> PastVotes | None:
         commits = {head.digest: head for head in heads}
         accepted = Commit.from_bytes(last["accepted"].encode()) if last["accepted"] is not None else None
         record = VoteRecord(**last["record"])
-        if [*map(type, (last["life"], last["number"], *astuple(record)))] != _TYPES:
-            raise ValueError("a vote with a field of another type")
+        fields = (last["life"], last["number"], *astuple(record))
+        if [*map(type, fields)] != _TYPES or not all(-1 <= one < 2**63 for one in fields if type(one) is int):
+            raise ValueError("a vote with a field of another type or size")
         return PastVotes(Restored(last["life"], last["number"], record, accepted, commits[record.head]), commits)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except _MALFORMED:
         return None
 
 

@@ -50,6 +50,8 @@ from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 from diloco.transport.pace import RateLimit, StreamQuota
 
 MAX_STREAM_TRIES = 3
+MAX_SENDING = 3
+"""Streams under way with which an answer is sent once more."""
 STREAM_PAUSE_S = 0.1
 """Times that weights are sent on a line that breaks or damages them, and the pause between two of them."""
 MAX_STEP_S = 60.0
@@ -404,8 +406,9 @@ class Swapping(ExchangeTasks):
         if header.kind is Kind.WEIGHTS and self._swaps.has_served(header.sender, header.height):
             if self._answer is None or not self._answer.swap.led_by(header.sender, header.height):
                 return m.Reply.STALE
-            if self.sending < MAX_STREAM_TRIES:  # a leader that lies asks again and again
-                self._spawn(self._send(self._answer))
+            if self.sending >= MAX_SENDING:  # a leader that lies asks again and again
+                return m.Reply.TOO_EARLY
+            self._spawn(self._send(self._answer))
             return m.Reply.OK
         place = header.sender, header.height, header.kind is Kind.ANSWER
         if (swap := self._swaps.awaited(*place)) is None:

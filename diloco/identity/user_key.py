@@ -6,6 +6,8 @@ member something, and has no secret, tries this key and then none, as a run foun
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
 import secrets
@@ -18,25 +20,34 @@ from diloco.base.errors import DilocoError, ResourceError, UsageError
 from diloco.base.files import make_folders, sync_path
 from diloco.identity.keys import VARIABLE, secret_from_environment, secret_in
 
+logger = logging.getLogger(__name__)
+
 _KEY: Final = re.compile(r"[0-9a-f]{64}")
 
 
-def secrets_to_try(insecure: bool = False, joins: bool = True) -> tuple[str, ...]:
+def secrets_to_try(insecure: bool = False, joins: bool = True, private: bool = False) -> tuple[str, ...]:
     """Secrets that a run may have, in the order in which they are tried. A run that is founded has the first.
 
-    The one in the environment; else this user's key, and none; with `insecure` the other way round. A joiner whose key
-    cannot be had goes on without; for a founder that raises UsageError or ResourceError. Raises UsageError, too, as
-    `secret_from_environment`.
+    The one in the environment; else this user's key, and none; with `insecure` the other way round. `private`: it is a
+    run that had a secret, and that is asked at the addresses which a folder remembers. Another user of this machine may
+    listen there by now: none is not tried, unless `insecure` says so.
+
+    A joiner whose key cannot be had is warned and goes on without; for a founder, and for a run that is private, that
+    raises UsageError or ResourceError. Raises UsageError, too, as `secret_from_environment`.
     """
     if secret := secret_from_environment():
         return (secret,)
     try:
         key = user_key()
-    except DilocoError:
-        if not (joins or insecure):
+    except DilocoError as error:
+        if not insecure and (private or not joins):
             raise
+        if not insecure:
+            logger.warning("%s: trying without a key", error.cause)
         return ("",)
-    return ("", key) if insecure else (key, "")
+    if insecure:
+        return ("", key)
+    return (key,) if private else (key, "")
 
 
 def user_key() -> str:
@@ -73,7 +84,19 @@ def _make(path: Path) -> None:
             file.flush()
             os.fsync(descriptor)
         with suppress(FileExistsError):
-            os.link(beside, path)
+            _link(beside, path)
         sync_path(path.parent)
     finally:
         os.unlink(beside)
+
+
+def _link(beside: str, path: Path) -> None:
+    """Give a file a second name that no other has. Raises OSError. Where the file system knows no second names, make a
+    copy: another process may see it empty for a moment."""
+    try:
+        os.link(beside, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(Path(beside).read_text())

@@ -84,13 +84,16 @@ class RankModel:
 
     def _check_step(self) -> None:
         """Refuse a contract whose inner steps cannot fit into this rank's device. Raises ConfigError."""
-        contract, site = self.contract, self.site
+        contract, site, island = self.contract, self.site, self.island
+        if site.mesh.pp != 1:
+            return  # stages differ in what they keep, and so may their devices
         rows = logit_rows(contract.model, self.vocab_size, Path(site.data.root))
-        needed = activation_bytes(contract, rows, self.island.size * site.mesh.micro_batches)
+        share = 1 if island.device.type == "cuda" else island.ranks_per_node  # ranks on CPUs share their memory
+        needed = share * activation_bytes(contract, rows, island.size * site.mesh.micro_batches)
         batch, length = contract.inner.batch_size, contract.data.sequence_length
         what = f"an inner step of run {contract.run.name} ({batch:,} x {length:,} tokens, {rows:,} logits each)"
         fix = "use a larger device, more ranks (device.ranks), or smaller pieces (mesh.micro_batches)"
-        check_bytes(what, needed, device_bytes(self.island.device), fix)
+        check_bytes(what, needed, device_bytes(island.device), fix)
 
     def _whole(self) -> tuple[nn.Module, ModelRanks | None, Weights]:
         """Model for the inner loop that each rank has all of."""

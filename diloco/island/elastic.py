@@ -97,9 +97,10 @@ def run_once(ranks: int, module: str, arguments: Sequence[str], leave_s: int) ->
             nproc_per_node=ranks,
             run_id=uuid4().hex,
             rdzv_backend="c10d",
-            # torch unpickles this state. Its other place is a port, to which anybody may write.
+            # torch unpickles this state. Its other place is a port, to which anybody may write. The file grows with
+            # each sign of life, which nobody waits for.
             rdzv_endpoint=f"{own}/rendezvous",
-            rdzv_configs={"store_type": "file"},
+            rdzv_configs={"store_type": "file", "keep_alive_interval": 600},
             max_restarts=0,
             monitor_interval=0.5,
             signals_to_handle="SIGTERM,SIGINT,SIGHUP",

@@ -193,12 +193,15 @@ def load_causal_lm(section: ModelSection, vocab_size: int, root: Path, max_param
 
 
 def _without_code(table: dict[str, Any]) -> dict[str, Any]:
-    """A table of a Hugging Face config. Raises ValueError where it names an implementation that is fetched and run."""
+    """A table of a Hugging Face config. Raises ValueError where it names an implementation that is fetched and run, or
+    so many layers that transformers would list them before anything is counted."""
     own = ["eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm", None]
     own += ["flash_attention_2"] if find_spec("flash_attn") else []  # else it is fetched, too
     for key, value in table.items():
-        if key.endswith("_implementation") and value not in own:
+        if "_implementation" in key and value not in own:
             raise ValueError(f"{key} {value!r} is code to fetch")
+        if "layer" in key and isinstance(value, int) and value > MAX_TENSORS:
+            raise ValueError(f"{key} {value:,}: it has more than {MAX_TENSORS:,} tensors")
     return table
 
 

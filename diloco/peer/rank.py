@@ -269,7 +269,7 @@ class PeerRank:
         """The loop and the connections to other peers of this rank's lane: one of several. `private`: the run has a
         secret. Raises UsageError, ResourceError: it is this user's key, and this rank cannot read it."""
         network = self.site.network
-        secrets = [secrets_to_try(joins=False)[0]] if private else [""]
+        secrets = secrets_to_try(private=True) if private else ("",)
         return Runtime(secrets, self.site.timeouts.rpc_s, network.send_bps / self.lanes, network.streams)
 
     def close(self) -> None:

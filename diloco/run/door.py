@@ -124,7 +124,6 @@ class OwnLoop:
 
 def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:
     """The contract of a member of the run to resume that answers now, or is starting. None: nobody answers."""
-    keep_secret(endpoint, past.folder)
     answering = [ticket for ticket in past.tickets if endpoint.runtime.is_there(ticket.partition("/")[0])]
     for ticket in answering:
         try:
@@ -132,13 +131,6 @@ def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:
         except DilocoError:
             endpoint.welcome = None  # another run is there by now
     return None
-
-
-def keep_secret(endpoint: Endpoint, folder: Path) -> None:
-    """Ask at the addresses of members that a peer's folder remembers only with the secret of its run, if that had one:
-    another user of this machine may listen there by now."""
-    if endpoint.private and remembered_private(folder):
-        endpoint.runtime.settle()
 
 
 def make_folder(directory: Path, site: Site, private: bool) -> Path:
@@ -251,7 +243,8 @@ def _enter(
         cause = f"{past.folder} is of contract {past.contract_digest[:12]}, the one given is {agreed.digest[:12]}"
         raise ConfigError(cause, "resume with the contract of that folder, or choose another")
     checkpoint = past.checkpoint() if past is not None else None
-    endpoint = Endpoint(listening(site, address), lanes_of(site, island), joins=address is not None)
+    private = past is not None and remembered_private(past.folder)
+    endpoint = Endpoint(listening(site, address), lanes_of(site, island), joins=address is not None, private=private)
     try:
         contract = agreed
         if address is not None:

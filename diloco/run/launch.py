@@ -21,8 +21,8 @@ from diloco.peer.life import Ending
 from diloco.peer.terms import lanes_of
 from diloco.plan.model import check_size
 from diloco.run.blocking import block
-from diloco.run.door import Entrance, asked_members, keep_secret, make_folder
-from diloco.run.options import CARD, PeerOptions, checked
+from diloco.run.door import Entrance, asked_members, make_folder
+from diloco.run.options import CARD, PeerOptions, checked, remembered_private
 from diloco.run.past import checkpoint_at, checkpoints_in, past_of, peer_name
 from diloco.run.trainer import Trainer, device_of
 from diloco.storage.checkpoint import CHECKPOINTS, load
@@ -72,9 +72,9 @@ def _enter(
     if checkpoint is None and past is not None:
         checkpoint = past.checkpoint()
     kept = checkpoint.contract if checkpoint is not None else None
-    endpoint = Endpoint(site, lanes_of(site, island), joins=options.join is not None)
-    if restarted() and chosen is not None:
-        keep_secret(endpoint, chosen)
+    goes_on = past is not None or restarted()
+    private = goes_on and chosen is not None and remembered_private(chosen)
+    endpoint = Endpoint(site, lanes_of(site, island), joins=options.join is not None, private=private)
     try:
         if options.join:
             contract: Contract | None = fetch_contract(options.join, endpoint, listener, stop)

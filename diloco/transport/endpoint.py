@@ -89,10 +89,6 @@ class Runtime:
             raise refused[0]
         raise TicketError(f"{refused[0].cause}; tried {key_path()}, and none", refused[0].fix) from refused[0]
 
-    def settle(self) -> None:
-        """Try no other secret than the first from now on."""
-        del self._links[1:]
-
     def first_hello(self, address: str) -> tuple[Welcome, GrpcLink]:
         """`hello` of a caller that does not know yet which of the secrets is the run's, and the link it came by."""
         return self.first_answer(lambda link: self._hello(link, address), self._rpc_s + 5.0)
@@ -127,7 +123,10 @@ class Runtime:
             self.first_hello(address)
         except StartingError:
             return True
-        except (UnreachableError, TicketError, IncompatibleError):
+        except TicketError as error:
+            logger.warning("%s (%s)", error.cause, error.fix)
+            return False
+        except (UnreachableError, IncompatibleError):
             return False
         return True
 
@@ -155,8 +154,9 @@ class Endpoint:
     Made first: the directory's process imports hivemind while we build the model.
     """
 
-    def __init__(self, site: Site, lanes: int = 1, joins: bool = False) -> None:
+    def __init__(self, site: Site, lanes: int = 1, joins: bool = False, private: bool = False) -> None:
         """`lanes`: the number of an island's ranks, which share `network.send_bps`. `joins`: it never founds a run.
+        `private`: it goes on in a run that had a secret.
 
         Raises UsageError, and ResourceError where a founder without a secret cannot have its user's key."""
         failpoints.arm_from_environment()
@@ -166,7 +166,7 @@ class Endpoint:
             cause = f"listening on {listen} without a secret lets anybody in who can reach it"
             fix = f"export {VARIABLE} (16 characters or more, the same for every peer), or say --insecure"
             raise UsageError(cause, fix)
-        secrets = secrets_to_try(insecure, joins)
+        secrets = secrets_to_try(insecure, joins, private)
         self.site = site
         raise_file_limit()  # the directory's process inherits it
         self.directory = Directory()

@@ -23,6 +23,6 @@ if [ "$nodes" -gt 1 ]; then
     place+=(--master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 else
     # As --standalone, but torchrun keeps its state in a file: it unpickles it, and anybody may write to a port.
-    place=(--rdzv-backend c10d --rdzv-conf store_type=file)
+    place=(--rdzv-backend c10d --rdzv-conf store_type=file,keep_alive_interval=600)
 fi
 exec torchrun "${place[@]}" --nproc-per-node "${RANKS_PER_NODE:-gpu}" -m diloco peer "$@"

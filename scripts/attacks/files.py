@@ -149,14 +149,16 @@ def hf_config(folder: Path) -> str:
         folder, LLAMA | {"vocab_size": 10**6}, "parameters, .*; the limit here is 1,000,000, which is set", 10**6
     )
     _hf_refused(folder, GPTJ | {"n_positions": 2**33}, "in buffers alone, takes at least")
-    for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
+    layers = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 10**10}
+    _hf_refused(folder, LLAMA | layers, "it has more than [0-9,]+ tensors")
+    for key in ("attn_implementation", "_attn_implementation_internal", "experts_implementation"):
         _hf_refused(folder, LLAMA | {key: "kernels-community/flash-attn2"}, "is code to fetch")
-    return "parameters; buffers; code to fetch"
+    return "parameters; buffers; layers; code to fetch"
 
 
 def hf_layers(folder: Path) -> str:
     """A contract names a Hugging Face config of very many layers, each of which takes nothing."""
-    _hf_refused(folder, LLAMA | {"num_hidden_layers": 10**8}, "it has more than [0-9,]+ tensors")
+    _hf_refused(folder, LLAMA | {"num_hidden_layers": 10**5}, "it has more than [0-9,]+ tensors")
     return "it has more tensors"
 
 
