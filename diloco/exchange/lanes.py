@@ -307,13 +307,11 @@ class LaneService(Service):
 
     def __init__(self, lane: Lane, first: RemoteExchange) -> None:
         self._lane, self._first = lane, first
-        self._streams, self._asking = StreamQuota(), StreamQuota()
-        """Streams by sender, and those whose sender rank 0 is asked about."""
+        self._streams = StreamQuota()
         self.max_part_bytes = lane.terms.max_part_bytes
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
-        with self._asking.open(""):
-            known = await self._first.is_located(header.sender)
+        known = await self._first.is_located(header.sender)
         with self._streams.open(header.sender.peer if known else ""):
             return await self._lane.on_parts(header, parts)
 

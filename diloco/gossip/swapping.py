@@ -406,9 +406,8 @@ class Swapping(ExchangeTasks):
         if header.kind is Kind.WEIGHTS and self._swaps.has_served(header.sender, header.height):
             if self._answer is None or not self._answer.swap.led_by(header.sender, header.height):
                 return m.Reply.STALE
-            if self.sending >= MAX_SENDING:  # a leader that lies asks again and again
-                return m.Reply.TOO_EARLY
-            self._spawn(self._send(self._answer))
+            if self.sending < MAX_SENDING:  # a leader that lies asks again and again
+                self._spawn(self._send(self._answer))
             return m.Reply.OK
         place = header.sender, header.height, header.kind is Kind.ANSWER
         if (swap := self._swaps.awaited(*place)) is None:
