@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BESIDE_A_BUSY_THREAD = 1.6
-"""How much longer the same work takes on a CPU whose other hyperthread computes, too."""
+"""Times as long as usual that some work takes on a CPU whose other hyperthread computes, too."""
 
 # The same examples on every run: a failure is a failure for everybody. No deadline: CI machines are noisy.
 hypothesis.settings.register_profile("diloco", derandomize=True, deadline=None, max_examples=60)
@@ -62,7 +62,7 @@ def _key_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @dataclass
 class _Probed:
-    """What was seen so far of the event loops of all peers that tests start."""
+    """Lines of the event loops of all peers that tests start, as far as they were looked at."""
 
     lines: dict[Path, int] = field(default_factory=dict)
     """Lines looked at, by file."""

@@ -1,4 +1,4 @@
-"""What no honest peer claims: each check of `diloco.protocol.claims` alone refuses something."""
+"""Claims that no honest peer makes: each check of `diloco.protocol.claims` alone refuses something."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def events_with(text: str) -> list[Stamped]:
 
 
 class Page(HTMLParser):
-    """What a browser makes of a page: its elements with their attributes, and its text."""
+    """A page as a browser reads it: its elements with their attributes, and its text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

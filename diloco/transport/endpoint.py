@@ -90,13 +90,10 @@ class Runtime:
         raise TicketError(f"{refused[0].cause}; tried {key_path()}, and none", refused[0].fix) from refused[0]
 
     def first_hello(self, address: str) -> tuple[Welcome, GrpcLink]:
-        """`hello` of a caller that does not know yet which of the secrets is the run's, and the link it came by."""
+        """Welcome that the member at a network `address` sends to who does not know yet which of the secrets is the
+        run's, and the link it came by. Raises StartingError, UnreachableError, TicketError, or IncompatibleError (it
+        does not speak our protocol)."""
         return self.first_answer(lambda link: self._hello(link, address), self._rpc_s + 5.0)
-
-    def hello(self, address: str) -> Welcome:
-        """Welcome that the member at a network `address` sends over gRPC. Raises StartingError, UnreachableError,
-        TicketError, or IncompatibleError (it does not speak our protocol)."""
-        return self.run(self._hello(self.link, address), self._rpc_s + 5.0)
 
     async def _hello(self, link: GrpcLink, address: str) -> Welcome:
         try:
@@ -113,7 +110,7 @@ class Runtime:
     def answer_of(self, address: str) -> Welcome | None:
         """Welcome that the member at a network `address` sends now; None where no member of our protocol answers."""
         try:
-            return self.hello(address)
+            return self.run(self._hello(self.link, address), self._rpc_s + 5.0)
         except (UnreachableError, TicketError, IncompatibleError):
             return None
 
