@@ -24,6 +24,9 @@ from diloco.simulate.local.processes import SimulationProcess
 from tests.peers import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parent.parent
+LEAST_VERSIONS = 4
+"""Of any drill: two before its faults, one while they last, one after they are mended. More is a matter of the machine:
+a fault comes after seconds, and where a round takes longer there are more faults than versions."""
 
 
 # ---------------------------------------------------------------- the network
@@ -314,7 +317,7 @@ def test_a_short_drill_violates_nothing(tmp_path: Path) -> None:
     result = run_drill(options, lambda text: None)
     assert result["violation_texts"] == []
     assert result["faults"] >= 5
-    assert result["versions"] > result["faults"]  # it trained between them; how fast is a matter of the machine
+    assert result["versions"] >= LEAST_VERSIONS
 
 
 @pytest.mark.slow
@@ -339,7 +342,8 @@ def test_a_short_drill_in_namespaces_violates_nothing(tmp_path: Path) -> None:
         pytest.skip(str(error))
     assert result["violation_texts"] == []
     assert "filtered" in result["by_kind"]
-    assert result["versions"] > result["faults"] >= 3
+    assert result["faults"] >= 3
+    assert result["versions"] >= LEAST_VERSIONS
 
 
 @pytest.mark.usefixtures("warm_peers")

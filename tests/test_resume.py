@@ -76,9 +76,15 @@ class Loops:
 
     def ended(self, name: str, processes: list[Program]) -> list[dict[str, Any]]:
         """What each rank wrote at its end."""
-        codes = [process.wait(DEADLINE_S) for process in processes]
-        logs = [path.read_text()[-3000:] for path in sorted(self.folder.glob(f"{name}-*.log"))]
-        assert codes == [0] * len(processes), "\n".join(logs)
+        over = lambda: all(process.poll() == 0 for process in processes)  # noqa: E731
+        try:
+            until(lambda: over() or any(process.poll() for process in self.processes), f"{name} ends", DEADLINE_S)
+            assert over(), "one of them failed"
+        except AssertionError as error:
+            for process in self.processes:
+                process.show_stacks()
+            logs = sorted(self.folder.glob("*.log"))
+            raise AssertionError("\n".join(f"{log.name}: {log.read_text()[-6000:]}" for log in logs)) from error
         return [json.loads((self.folder / f"{name}.{rank}").read_text()) for rank in range(len(processes))]
 
     def close(self) -> None:

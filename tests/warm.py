@@ -7,6 +7,7 @@ folder, an environment and outputs of its own, and forks ahead what it will star
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -41,7 +42,8 @@ class Program(Started):
     ) -> None:
         """Appends to the files; without `errors` those go to `output`, too. `variables`: of its environment, more."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
-        places = (str(output), str(errors or output), str(cwd or Path.cwd()))
+        self._errors = errors or output
+        places = (str(output), str(self._errors), str(cwd or Path.cwd()))
         self._process = _SERVER.Process(target=_live, args=(work, list(arguments), *places, environment))
         self._process.start()
         assert self._process.pid is not None
@@ -54,8 +56,16 @@ class Program(Started):
         self._process.join(timeout)
         code = self._process.exitcode
         if code is None:
-            raise subprocess.TimeoutExpired("diloco", timeout or 0.0)
+            self.show_stacks()
+            error = subprocess.TimeoutExpired("diloco", timeout or 0.0)
+            error.add_note(self._errors.read_text(errors="replace")[-6000:])
+            raise error
         return code
+
+    def show_stacks(self) -> None:
+        """Have it write where each of its threads is, to the file of its errors."""
+        self.send_signal(signal.SIGUSR2)
+        self._process.join(1.0)  # time to write
 
 
 class Command(Program):
@@ -104,6 +114,7 @@ def _live(
         os.close(opened)
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR2, sys.stderr)
     work(arguments)
     raise SystemExit
 
