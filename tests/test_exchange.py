@@ -23,7 +23,7 @@ from diloco.outer.state import OuterState
 from diloco.peer.waits import in_time
 from diloco.protocol import coordinator
 from diloco.protocol.effects import FetchMean, Resync
-from diloco.protocol.messages import ContributionArrived, Offered, Reply
+from diloco.protocol.messages import ContributionArrived, Offered, PartFolded, Reply
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.transport.link import LinkDown, LinkRefused
 from tests.fronts import drive
@@ -195,6 +195,26 @@ def test_bytes_of_a_repair_that_was_not_heard_of_are_too_early(world: LocalWorld
 
     assert asyncio.run_coroutine_threadsafe(reply(0), world.loop).result(30.0) is Reply.OK
     assert asyncio.run_coroutine_threadsafe(reply(1), world.loop).result(30.0) is Reply.TOO_EARLY
+
+
+def test_a_part_of_another_attempt_is_no_part_of_this_mean(world: LocalWorld) -> None:
+    """Another rank may tell it late; the contributions that it averages may be others."""
+    exchange = world.peers[0].peer.exchange
+    height, me = exchange.machine.height, exchange.me.peer
+
+    async def parts() -> list[int]:
+        exchange.lane.work = SimpleNamespace(key=(height, 1), owners={0: me})  # type: ignore[assignment]
+        try:
+            found = []
+            for attempt in (0, 1):
+                exchange.on_event(PartFolded(height, attempt, 0), b"content")
+                found.append(len(exchange._contents))
+            return found
+        finally:
+            exchange.lane.work = None
+            exchange._contents.take_out([0])
+
+    assert world.run(parts()) == [0, 1]
 
 
 IN_PLACE = SITE.model_copy(update={"device": SITE.device.model_copy(update={"outer_step": "in_place"})})

@@ -84,6 +84,16 @@ def test_holes_are_found(read: Callable[[bytes], None], what: str) -> None:
     assert run.found or read is leaks
 
 
+def test_a_leak_is_found_though_it_takes_what_was_freed_before() -> None:
+    """As tests that ran before in this process have freed much."""
+    bytes(16 << 20)  # so that the blocks below come from the heap, which keeps them
+    freed = [b"\1" * 2**20 for _ in range(128)]
+    edge = [bytearray(2**10) for _ in range(10_000)]  # or the heap would end before them
+    del freed
+    assert "memory grows" in run_of(Target("planted", leaks, lambda: [b"valid"])).finding
+    del edge
+
+
 def test_a_valid_input_that_is_refused_is_a_finding() -> None:
     run = run_of(Target("planted", int, lambda: [b"12", b"valid"]))  # type: ignore[arg-type]
     assert run.finding.startswith("a valid input is refused")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -18,9 +17,9 @@ RIGHT_RUN = "check that this is the run you mean"
 
 def check_parameters(model: str, parameters: int, max_params: int | None) -> None:
     """Refuse a model, described by `model`, that has more than `max_params` parameters; None: more than this machine's
-    RAM holds in fp32. Raises ConfigError."""
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = max_params or memory_bytes // FP32_BYTES
+    memory holds in fp32. Raises ConfigError."""
+    memory_bytes = host_bytes()
+    limit = max_params or int(memory_bytes // FP32_BYTES)
     if parameters > limit:
         needed = f"{parameters:,} parameters, {readable_bytes(FP32_BYTES * parameters)} in fp32"
         why = "is set" if max_params else f"fit once into this machine's {readable_bytes(memory_bytes)}"
@@ -36,14 +35,12 @@ def check_bytes(what: str, needed: float, available: float, fix: str) -> None:
 
 
 def host_bytes() -> float:
-    """Bytes of RAM and swap on this machine, or of RAM that its container may use and swap; infinite where only Linux
-    would say."""
-    try:
-        lines = [line.split() for line in MEMORY.read_text().splitlines()]
-    except OSError:  # not Linux; or this process has as many files open as it may
-        return math.inf
-    sizes = {line[0]: 1024.0 * int(line[1]) for line in lines if line[0] in ("MemTotal:", "SwapTotal:")}
-    ram = sizes["MemTotal:"]
+    """Bytes of RAM and swap on this machine, or of RAM that its container may use and swap. Only Linux tells of swap and
+    containers."""
+    ram, swap = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), 0.0
     with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
-        ram = min(ram, float(int(CONTAINER.read_text())))
-    return ram + sizes.get("SwapTotal:", 0.0)
+        ram = min(ram, float(CONTAINER.read_text()))
+    with suppress(OSError):  # it may be that this process has as many files open as it may
+        lines = [line.split() for line in MEMORY.read_text().splitlines()]
+        swap = sum(1024.0 * int(line[1]) for line in lines if line[0] == "SwapTotal:")
+    return ram + swap

@@ -175,7 +175,7 @@ def load_causal_lm(section: ModelSection, vocab_size: int, root: Path, max_param
     """The Hugging Face model that `root / section.hf_config` describes, initialised from torch's global random state.
 
     Raises ConfigError as `read_config` does, for an architecture that is no causal LM, and for more parameters than
-    `max_params`, or than RAM holds in fp32: they are counted before any is allocated.
+    `max_params`, or than memory holds in fp32: they are counted before any is allocated.
     """
     config = read_config(section, vocab_size, root)
     from transformers import AutoModelForCausalLM
