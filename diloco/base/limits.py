@@ -35,8 +35,8 @@ def check_bytes(what: str, needed: float, available: float, fix: str) -> None:
 
 
 def host_bytes() -> float:
-    """Bytes of RAM and swap on this machine, or of RAM that its container may use and swap. Only Linux tells of swap and
-    containers."""
+    """Bytes of RAM and swap on this machine, or of RAM that its container may use, and swap. Swap and containers are
+    Linux's alone."""
     ram, swap = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), 0.0
     with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
         ram = min(ram, float(CONTAINER.read_text()))
