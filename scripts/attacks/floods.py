@@ -64,7 +64,12 @@ def _flood(victims: Victims, act: Callable[[Intruder], Awaitable[str]]) -> str:
         finally:
             await link.close()
 
-    return asyncio.run(run())
+    return _LOOP.run(run())
+
+
+_LOOP = asyncio.Runner()
+"""One event loop for all floods of this process: calls that one of them gave up end after it, and gRPC has them end on
+the loop where they began."""
 
 
 async def _for_a_while(work: list[Awaitable[None]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -146,7 +145,7 @@ class Victims:
         self.start(name, "--join", self.ticket("p0"), *how, module="scripts.attacks.liar", words=words)
 
     def ticket(self, name: str) -> str:
-        return str(json.loads((self.folder / name / "peer.json").read_text())["ticket"])
+        return str(self.events(name, "listening")[-1]["ticket"])
 
     def address(self, name: str) -> str:
         return self.ticket(name).partition("/")[0]

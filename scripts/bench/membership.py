@@ -168,7 +168,7 @@ class Scene:
 
     def join(self, name: str) -> Peer:
         member = next(peer for peer in self.peers.values() if peer.child.exit_code is None)
-        return self.start(name, "--join", json.loads((member.folder / "peer.json").read_text())["ticket"])
+        return self.start(name, "--join", member.events("listening")[-1]["ticket"])
 
     def until(self, condition: Callable[[], bool], what: str, deadline_s: float, *going: Peer) -> None:
         """Wait for a condition. Raises SceneError after `deadline_s`, or when a peer that is not `going` has ended."""
