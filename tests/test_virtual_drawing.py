@@ -84,6 +84,7 @@ def test_what_is_rare_is_in_some_plans() -> None:
     assert {plan.fixed_addresses for plan in plans} == {True, False}
     assert max(plan.most_peers for plan in plans) > 2
     assert any(plan.radial for plan in plans)
+    assert {plan.aggregation for plan in plans} == {"mean", "clip", "centred", "trimmed", "median"}
     assert any(fault.kind == "stranger" for plan in plans for fault in plan.faults)
     assert {fault.how for plan in plans for fault in plan.faults} >= {OMITS, NO_CLOCK}
 

@@ -14,9 +14,9 @@ STEPS, LONG = 3, 1.5
 
 def plain_robust(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec, rule: Rule) -> np.ndarray | None:
     """A part's robust mean in fp64; None where the rule is another, or fewer than three contributions count."""
-    counted = [(weight, codec.decode(payload, elements)) for weight, payload in terms if weight > 0]
-    if rule in ("mean", "radial") or len(counted) < 3:
+    if rule in ("mean", "radial") or sum(weight > 0 for weight, _ in terms) < 3:
         return None
+    counted = [(weight, codec.decode(payload, elements)) for weight, payload in terms if weight > 0]
     values = np.stack([value.double().numpy() for _, value in counted])
     most = 2 * sorted(weight for weight, _ in counted)[(len(counted) - 1) // 2]
     weights = np.array([float(min(weight, most)) for weight, _ in counted])[:, None]

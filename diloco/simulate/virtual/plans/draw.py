@@ -12,6 +12,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
+from diloco.config.codec import SPARSE_CODECS
 from diloco.simulate.virtual.plans.agreement import of_agreement
 from diloco.simulate.virtual.plans.kinds import (
     FIRST_FAULT_S,
@@ -71,6 +72,8 @@ RADIAL_SHARE = 0.3
 """Share of those with radial averaging."""
 PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
 """Those whose mean is made once."""
+ROBUST_SHARE, OF_SPARSE, BY_VALUE = 0.08, ("clip", "centred"), ("trimmed", "median")
+"""Share of the plans whose mean is robust, the rules that go with codecs that send few values, and the other rules."""
 RANKS_SHARE, RANKS, LATE_RANKS_SHARE = 0.12, ("2", "2", "2+1", "1+2", "3+1"), 0.5
 """Share of the plans with islands of several ranks, their ranks in turn, and share of those with a fault of these."""
 ELEMENTS = (1000, 1000, 2000, 3000)
@@ -127,6 +130,7 @@ def draw(
         situation = _comes_late(Random(f"before {seed}"), situation, SIZES[size])
     situation = _under_load(Random(f"load {seed}"), _served_by_one(situation))
     situation = _of_several_ranks(Random(f"ranks {seed}"), situation)
+    situation = _robust(Random(f"aggregation {seed}"), situation)
     return _of_a_size(Random(f"elements {seed}"), situation)
 
 
@@ -274,6 +278,16 @@ def _of_several_ranks(dice: Random, plan: FaultPlan) -> FaultPlan:
         return plan  # the other would go on alone, faster than a state is copied over its uplink
     faults = (*plan.faults, fault) if dice.random() < LATE_RANKS_SHARE else plan.faults
     return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _robust(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A seed's plan with a robust mean, where averaging and codecs allow one."""
+    if plan.radial or dice.random() >= ROBUST_SHARE:
+        return plan
+    sparse = [codec for codec in plan.codec.split("/") if codec.startswith(SPARSE_CODECS)]
+    if not all(codec.endswith("-all") for codec in sparse):
+        return plan
+    return replace(plan, aggregation=dice.choice(OF_SPARSE if sparse else OF_SPARSE + BY_VALUE))
 
 
 def _of_a_size(dice: Random, plan: FaultPlan) -> FaultPlan:

@@ -160,7 +160,7 @@ class FaultPlan:
     radial: bool = False
     """Lengths and directions of contributions are averaged apart (`outer.averaging`)."""
     aggregation: str = "mean"
-    """Or `clip`, `centred`, `trimmed`, `median` (`outer.aggregation`). Texts have it; no seed draws it."""
+    """Or `clip`, `centred`, `trimmed`, `median` (`outer.aggregation`)."""
     fixed_addresses: bool = False
     """A process listens where the one before it did, and hears what was meant for that one."""
     stragglers: str = "wait"
