@@ -824,6 +824,16 @@ def test_what_the_directory_lists_without_saying_so_is_a_witness_by_its_own_word
         assert roster.latest(WITNESS).witness
 
 
+def test_a_process_is_of_one_life_of_its_peer() -> None:
+    """Or a voter would be named in a process that it never had, and no proof of death would be of that."""
+    roster, later = Roster(A, suspect_s=4.0, offences_allowed=3), replace(B, incarnation=B.incarnation + 1)
+    for member, boot in ((B, 5), (later, 7)):
+        roster.heard(member, 0.0)
+        roster.runs(m.Envelope("run", "contract", "lineage", member, boot, 0, 0, "", 1, m.Goodbye()), evicted=False)
+        assert roster.boot_of(member) == boot
+    assert roster.boot_of(B) == 0
+
+
 def test_a_suspected_peer_refutes_with_its_next_word() -> None:
     roster = Roster(A, suspect_s=4.0, offences_allowed=3)
     roster.meet([B], 0.0)

@@ -334,6 +334,7 @@ class SimulatedProcess:
             effects = handle(event, now)
             self._seen(effects)
             invariants.conduct.on_event(self, event)
+            invariants.departures.look(self, event)
             if isinstance(event, m.MeanArrived):
                 self.world.mean_arrived(self, event)
             return effects
@@ -346,6 +347,7 @@ class SimulatedProcess:
             self.world.promise.on_message(self, envelope, reply)
             self._seen(effects)
             invariants.conduct.on_message(self, envelope, reply, effects, before)
+            invariants.departures.look(self)
             return reply, effects
 
         def performed(effects: Sequence[fx.Effect]) -> None:

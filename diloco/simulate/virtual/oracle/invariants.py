@@ -33,6 +33,7 @@ from diloco.protocol import messages as m
 from diloco.simulate.virtual.oracle.applied import SimulatedBlocks
 from diloco.simulate.virtual.oracle.ballots import SimulatedBallots
 from diloco.simulate.virtual.oracle.conduct import SimulatedConduct
+from diloco.simulate.virtual.oracle.departures import SimulatedDepartures
 from diloco.simulate.virtual.oracle.gate import SimulatedAdmissions, Violation
 from diloco.simulate.virtual.oracle.reductions import SimulatedReductions
 from diloco.simulate.virtual.oracle.robust import plain_robust
@@ -100,6 +101,7 @@ class SimulationInvariants:
         """Lives that left a lineage for another, and said so."""
         self.ballots = SimulatedBallots(world)
         self.gate = SimulatedAdmissions(world)
+        self.departures = SimulatedDepartures(world)
         self.blocks = SimulatedBlocks(self.back_from)
         self.conduct = SimulatedConduct(world)
         self.reductions = SimulatedReductions(world)
@@ -178,6 +180,11 @@ class SimulationInvariants:
     def closed_here(self, host: SimulatedProcess, commit: Commit) -> bool:
         """Whether a simulated peer closed this version itself, and did not only copy its state."""
         return commit.digest in self._closed_by.get(host.life, ())
+
+    def lives_from(self, commit: Commit, height: int) -> set[Member]:
+        """Lives that closed a commit of that lineage at this height or later, or copied its state."""
+        later = [one.digest for one in self.commits.values() if one.lineage == commit.lineage and one.height >= height]
+        return {me for digest in later for _, me in self._holders.get(digest, ())}
 
     def lost_with_the_dead(self, digest: str) -> bool:
         """Whether all who had a version are dead, and an operator answers for each of them that had a vote on it: by
