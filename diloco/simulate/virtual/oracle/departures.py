@@ -49,4 +49,4 @@ class SimulatedDepartures:
         if 2 * len(stand) > len(commit.voting):
             return ""
         names = ", ".join(sorted(member.peer for member in stand)) or "nobody"
-        return f"of {len(commit.voting)} voters {names} stands on a commit without it"
+        return f"of {len(commit.voting)} voters these stand on a commit without it: {names}"
