@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from diloco.base.errors import ResourceError
+from diloco.simulate.chaos import drill
 from diloco.simulate.chaos.absence import AbsenceScale, run_absences
 from diloco.simulate.chaos.drill import DrillOptions, run_drill
 from diloco.simulate.chaos.fleet import ChaosLife, SeenVersion, free_port
@@ -273,6 +274,20 @@ def test_a_death_takes_what_was_not_committed_and_no_more(told: Story) -> None:
 def test_what_survivors_lose_shows(told: Story) -> None:
     told.version(6, "ab")  # in 20 s instead of 10
     assert told.share()["throughput_share"] == pytest.approx(2 / 3, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("voters", "spare"), [("a", 0), ("ab", 0), ("abc", 1), ("abd", 0), ("abcd", 0), ("abcde", 0), ("", -1)]
+)
+def test_no_voter_is_taken_whose_vote_is_needed(
+    voters: str, spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drill in which the only voter died waited for a person, and none was there. Of `voters` a, b and c are well."""
+    seen = {"a": frozenset("abc"), "b": frozenset(voters)}
+    monkeypatch.setattr(drill, "voters_in", lambda folder: seen.get(folder.name, frozenset("abc")))
+    ended = SimulationProcess.__new__(SimulationProcess)
+    assert drill.spare_votes([ChaosLife(name, ended, tmp_path / name, -1.0, 0) for name in "abc"]) == spare
+    assert drill.spare_votes([]) == 0
 
 
 def test_no_port_is_given_twice() -> None:

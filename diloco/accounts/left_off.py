@@ -33,6 +33,12 @@ class LeftOff:
         return tuple(member for member in self.commit.view if member.peer != self.peer) if self.commit else ()
 
 
+def voters_in(directory: Path) -> frozenset[str]:
+    """Names of the voters of the latest commit in the ledger of a peer's folder; none before its first."""
+    left = left_off(read_ledger(directory / LEDGER).records)
+    return frozenset(voter.peer for voter in left.commit.voters) if left is not None and left.commit else frozenset()
+
+
 def left_off(records: Sequence[Record]) -> LeftOff | None:
     """Position at the end of a ledger; None when no life began. Raises ValueError for a malformed last commit."""
     opening: Mapping[str, Any] = {}

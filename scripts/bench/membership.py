@@ -32,8 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.accounts.ledger import read_ledger
-from diloco.accounts.left_off import left_off
+from diloco.accounts.left_off import voters_in
 from diloco.base.errors import DilocoError
 from diloco.config.site import TimeoutsSection
 from diloco.observe.event_log import EventLine, read_lines
@@ -133,11 +132,6 @@ class Peer:
         views = self.views()
         return views[-1][1] if views else set()
 
-    def voters(self) -> set[str]:
-        """Voters of the latest commit in its ledger."""
-        left = left_off(read_ledger(self.folder / "ledger.jsonl").records)
-        return {voter.peer for voter in left.commit.voters} if left is not None and left.commit is not None else set()
-
 
 class Scene:
     """Peers of one scene, from the founding to the audit."""
@@ -156,7 +150,7 @@ class Scene:
         group = [self.start("a", str(contract))]
         group += [self.join(name) for name in names[1:]]
         self.until(lambda: all(peer.version >= 1 for peer in group), "version 1", 3 * self.round_s)
-        self.until(lambda: group[0].voters() == set(names), f"{names} vote", 4 * self.round_s)
+        self.until(lambda: voters_in(group[0].folder) == set(names), f"{names} vote", 4 * self.round_s)
         return group
 
     def start(self, name: str, *how: str) -> Peer:
@@ -254,7 +248,7 @@ def leave_two(scene: Scene) -> None:
 def joiners_killed(scene: Scene) -> None:
     group = scene.found(2)
     joiners = _four_joiners(scene, group)
-    if scene.peers["a"].voters() != {"a", "b"}:
+    if voters_in(scene.peers["a"].folder) != {"a", "b"}:
         raise SceneError("a joiner votes already: the round is too short for this scene")
     _kill(joiners)
     scene.goes_on(group, versions=2)
@@ -264,7 +258,7 @@ def named_killed(scene: Scene) -> None:
     group = scene.found(2)
     joiners = _four_joiners(scene, group)
     names = {peer.name for peer in joiners}
-    named = lambda: any(peer.voters() & names for peer in group)  # noqa: E731
+    named = lambda: any(voters_in(peer.folder) & names for peer in group)  # noqa: E731
     scene.until(named, "a commit names one of them", 3 * scene.round_s + START_S)
     _kill(joiners)
     scene.goes_on(group, versions=2)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from diloco.accounts.left_off import voters_in
 from diloco.base.clock import monotonic_s, unix_s
 from diloco.base.errors import DilocoError, UsageError
 from diloco.simulate.chaos.fleet import POLL_S, ChaosFleet, ChaosLife, empty_folder
@@ -22,7 +23,7 @@ from diloco.simulate.chaos.network import ChaosNetwork, Rule
 from diloco.simulate.chaos.verdict import DrillFault, has_rate, verdict
 
 TOGETHER_S = 90.0
-"""Without faults: until one version counts everybody, or two show what a peer trains in a second."""
+"""Without faults: until one version counts everybody; or two show what a peer trains in a second, and enough vote."""
 SAY_EVERY_S = 10.0
 SLOW_BYTES_PER_S = 100_000
 FLIPS = 0.02
@@ -97,6 +98,17 @@ def clean_run(options: DrillOptions, tokens: int, say: Callable[[str], None]) ->
     return {"clean_val_loss": ends[0]["val_loss"], "clean_tokens": ends[0]["tokens"]}
 
 
+def spare_votes(healthy: Sequence[ChaosLife]) -> int:
+    """Voters that a chaos drill may take from these peers while the others still decide, by the ledger of each: where
+    the only voter dies for good, a person is needed. Joiners vote a few versions after they came."""
+    names = {life.name for life in healthy}
+    return min((len(voters & names) - (len(voters) // 2 + 1) for voters in map(_voters, healthy)), default=0)
+
+
+def _voters(life: ChaosLife) -> frozenset[str]:
+    return voters_in(life.directory)
+
+
 @dataclass
 class ChaosDrill:
     """One chaos drill: faults drawn from the seed, and their mending."""
@@ -141,8 +153,10 @@ class ChaosDrill:
         self.fleet.until(lambda: all(life.counted for life in self.fleet.lives), "a version counts everybody", 180.0)
         self.say(f"{len(names)} peers are together")
         self._live_until(monotonic_s() + self.options.quiet_s)
-        if not self._live_until(monotonic_s() + TOGETHER_S, lambda: has_rate(self.fleet.lives, len(names))):
-            raise DilocoError("no two versions without faults", f"see the logs below {self.options.directory}")
+        ready = lambda: has_rate(self.fleet.lives, len(names)) and spare_votes(self._healthy()) > 0  # noqa: E731
+        if not self._live_until(monotonic_s() + TOGETHER_S, ready):
+            cause = "no two versions without faults, or too few of the peers vote"
+            raise DilocoError(cause, f"see the logs below {self.options.directory}")
         self.quiet_until_s = unix_s()
         end_s = monotonic_s() + 60.0 * self.options.minutes
         self._after(0.0, self._next_fault)
@@ -194,7 +208,7 @@ class ChaosDrill:
     def _next_fault(self) -> None:
         """Draw a fault of the drill that leaves a majority at work; when there is none, look again soon."""
         healthy = self._healthy()
-        spare = len(healthy) - (self.options.peers // 2 + 1)
+        spare = min(len(healthy) - (self.options.peers // 2 + 1), spare_votes(healthy))
         kinds = [kind for kind in KINDS if self._bearable(kind, healthy, spare)]
         if not kinds:
             self._after(0.5, self._next_fault)
