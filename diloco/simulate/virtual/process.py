@@ -363,6 +363,7 @@ class SimulatedProcess:
         machine.handle, machine.receive = report(handled, Violation), report(received, Violation)  # type: ignore[method-assign]
         exchange._perform = performed  # type: ignore[method-assign]
         self.world.network.listen(self)
+        invariants.ballots.resumes(self)
         if self.progress is not None:
             invariants.on_start(self)
 

@@ -130,6 +130,14 @@ class SimulatedBallots:
             promised[place] = max(promised.get(place, 0), ready.attempt)
             self._promisers.setdefault((before, ready.attempt), set()).add(me.peer)
 
+    def resumes(self, host: SimulatedProcess) -> None:
+        """Check that a simulated process knows what the ones before it on this disk promised."""
+        life, record = host.machine.me.incarnation, host.machine._acceptor._record
+        promised = host.disk.promised.get((life, record.head), 0)
+        if record.promised < promised:
+            what = f"goes on in the vote on {record.head[:8]}, and has forgotten that it promised attempt {promised}"
+            raise Violation("I1", f"{host.name} {what}")
+
     def _ask(self, host: SimulatedProcess, to: Member, propose: m.Propose) -> None:
         """Check that a simulated witness is asked last: it holds no mean, and the mean must live on (I5)."""
         commit, ballot = propose.commit, (propose.attempt, propose.commit.digest)
