@@ -470,29 +470,29 @@ class SimulatedConduct:
         """Check that messages without an answer are said again, and that a proposal that nobody accepts is given up:
         later where bytes move on a slow link."""
         machine, tally = host.machine, host.machine._coordinator._tally
-        me, attempt, contributor = machine.me.peer, machine.attempt, machine._contributor
-        kind: type
-        owed: list[tuple[type, str]] = []
+        attempt, contributor = machine.attempt, machine._contributor
+        owed: list[tuple[type, Member]] = []
         lead = machine._coordinator._lead
         if tally is not None and tally.proposal is not None:
-            owed = [(m.Propose, one.peer) for one in tally.audience if one.peer not in tally.accepts]
+            owed = [(m.Propose, one) for one in tally.audience if one.peer not in tally.accepts]
         elif lead is not None and contributor.reduction is not None and lead.begin is contributor.reduction.begin:
-            owed, attempt = [(m.Begin, one.peer) for one in lead.begin.receivers], lead.begin.attempt
+            owed, attempt = [(m.Begin, one) for one in lead.begin.receivers], lead.begin.attempt
         elif tally is not None and not tally.begun:
-            owed = [(m.Gather, one.peer) for one in machine.view if attempt and one.peer not in tally.ready]
+            owed = [(m.Gather, one) for one in machine.view if attempt and one.peer not in tally.ready]
         elif machine._acceptor.abstains or machine._acceptor._then:
             pass  # its disk is to say first that it took the promise
         elif machine.height < machine._acceptor._from_height <= self._stood[host.name, machine.me.incarnation]:
             pass  # it stood on a later head before a restart, and its disk tells no more what it promised here
         elif contributor.offer is not None and contributor.reduction is None and machine.commit and machine.in_view:
-            owed = [(m.Ready, self._seat(machine.commit, attempt).peer)]
+            owed = [(m.Ready, self._seat(machine.commit, attempt))]
         what = life.stands, attempt, owed[0][0] if owed else None
         if life.owes[0] != what:
             life.owes = what, host.now
-        for kind, peer in owed:
-            said_s = life.sent.get((life.stands, attempt, kind, peer), 0.0)
-            if peer != me and host.now - max(said_s, life.owes[1]) > HEARTBEAT_S + SLACK_S:
-                raise Violation("I7", f"{host.name} does not say {kind.__name__} again to {peer}")
+        for kind, one in owed:
+            said_s = life.sent.get((life.stands, attempt, kind, one.peer), 0.0)
+            here = machine.roster.get(one) is not None  # and has not gone on as another life
+            if here and host.now - max(said_s, life.owes[1]) > HEARTBEAT_S + SLACK_S:
+                raise Violation("I7", f"{host.name} does not say {kind.__name__} again to {one.peer}")
         asks = tally is not None and tally.proposal is not None and not self.world.network.uplinks.limited
         moved_s = contributor.reduction.times.moved_at_s if contributor.reduction is not None else 0.0
         # Bytes of a next life may have moved for half of it, and just now, when this peer's clock jumped.
