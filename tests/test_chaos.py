@@ -26,8 +26,8 @@ from tests.peers import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_VERSIONS = 3
-"""Of any drill: two before its faults, and one that counts all after them. How many more is a matter of the machine: a
-fault comes after seconds, and where a round takes longer there are more faults than versions."""
+"""Any drill makes two before its faults, and one that counts all after them. How many more is a matter of the machine:
+a fault comes after seconds, and where a round takes longer there are more faults than versions."""
 
 
 # ---------------------------------------------------------------- the network

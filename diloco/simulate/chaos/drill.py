@@ -102,11 +102,8 @@ def spare_votes(healthy: Sequence[ChaosLife]) -> int:
     """Voters that a chaos drill may take from these peers while the others still decide, by the ledger of each: where
     the only voter dies for good, a person is needed. Joiners vote a few versions after they came."""
     names = {life.name for life in healthy}
-    return min((len(voters & names) - (len(voters) // 2 + 1) for voters in map(_voters, healthy)), default=0)
-
-
-def _voters(life: ChaosLife) -> frozenset[str]:
-    return voters_in(life.directory)
+    known = [voters_in(life.directory) for life in healthy]
+    return min((len(voters & names) - (len(voters) // 2 + 1) for voters in known), default=0)
 
 
 @dataclass
