@@ -34,6 +34,7 @@ from diloco.models.hf import llama_config
 from diloco.outer.fragments import Layout, named_parameters, read_fragment, write_fragment
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
+from diloco.plan.model import activation_bytes
 from diloco.run.export import evaluate_checkpoint, export, weights
 from diloco.storage.checkpoint import load, save
 
@@ -282,6 +283,28 @@ def test_eval_is_inner_evaluate_of_the_anchor(text_root: Path, tmp_path: Path) -
     assert evaluate_checkpoint(output, text_root)["sequences"] == 5  # the contract's
     held = len(open_dataset(terms.data, text_root).heldout(10_000))
     assert evaluate_checkpoint(output, text_root, sequences=10_000)["sequences"] == held
+
+
+def test_eval_takes_no_larger_batches_than_memory_holds(
+    text_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terms = contract().model_copy(update={"inner": contract().inner.model_copy(update={"batch_size": 2**20})})
+    make_checkpoint(tmp_path, terms, build_model(SMALL, 264, seed=0))
+    loss = evaluate_checkpoint(tmp_path, text_root)["val_loss"]
+    sizes: list[int] = []
+
+    def noted(model: nn.Module, blocks: torch.Tensor, batch_size: int, device: torch.device) -> float:
+        sizes.append(batch_size)
+        return evaluate(model, blocks, batch_size, device)
+
+    one = activation_bytes(terms, 264, terms.inner.batch_size)
+    monkeypatch.setattr("diloco.run.export.evaluate", noted)
+    monkeypatch.setattr("diloco.run.export.host_bytes", lambda: 9 * one)
+    assert evaluate_checkpoint(tmp_path, text_root)["val_loss"] == pytest.approx(loss, rel=1e-5)
+    assert sizes == [2]
+    monkeypatch.setattr("diloco.run.export.host_bytes", lambda: one - 1)
+    with pytest.raises(ConfigError, match=r"a sequence of run .* takes at least [\s\S]* a machine with more memory"):
+        evaluate_checkpoint(tmp_path, text_root)
 
 
 def test_a_diverged_model_is_no_error(text_root: Path, tmp_path: Path) -> None:

@@ -20,16 +20,17 @@ import torch
 from torch import Tensor
 
 from diloco.base.errors import ConfigError, IncompatibleError, StateError, UsageError
+from diloco.base.limits import check_bytes, host_bytes
 from diloco.base.paths import inside
 from diloco.config.contract import Contract, ModelSection
 from diloco.config.load import contract_from_json
 from diloco.data import open_dataset
 from diloco.inner.loop import evaluate
-from diloco.models import build_model, checked_vocab_size
+from diloco.models import build_model, checked_vocab_size, logit_rows
 from diloco.models.hf import llama_config, to_llama
 from diloco.outer.fragments import Layout, named_parameters
 from diloco.outer.optimizers import open_outer
-from diloco.plan.model import check_size
+from diloco.plan.model import activation_bytes, check_size
 from diloco.run.past import checkpoint_at
 from diloco.storage.checkpoint import Checkpoint, noted_shapes, outer_state
 from diloco.storage.disk import read_tensors, replacing, write_tensors
@@ -165,6 +166,7 @@ def evaluate_checkpoint(
         cause = f"the data have {dataset.vocab_size} tokens, the model in {checkpoint} knows {vocab_size}"
         raise IncompatibleError(cause, "give the data root that the run was trained with")
     check_size(contract, vocab_size, None)
+    batch_size = _batch_size(contract, vocab_size, data_root)
     model = build_model(contract.model, vocab_size, contract.run.seed, data_root)
     with torch.no_grad():
         views = _exported(named_parameters(model), contract.model)  # of the model, under their exported names
@@ -173,7 +175,7 @@ def evaluate_checkpoint(
         for name, view in views.items():
             view.copy_(tensors[name])
     blocks = dataset.heldout(sequences or contract.eval.sequences)
-    loss = evaluate(model, blocks, contract.inner.batch_size, torch.device("cpu"))
+    loss = evaluate(model, blocks, batch_size, torch.device("cpu"))
     return {
         "version": numbers["version"],
         "tokens": numbers["tokens"],
@@ -181,6 +183,18 @@ def evaluate_checkpoint(
         "perplexity": math.exp(loss) if loss < 700 else math.inf,  # exp(710) is no float
         "sequences": len(blocks),
     }
+
+
+def _batch_size(contract: Contract, vocab_size: int, data_root: Path) -> int:
+    """For eval: sequences of a batch, the contract's, or as many as take a quarter of this machine's memory.
+
+    Raises ConfigError where memory does not hold one. A run's own devices may hold more than this machine does.
+    """
+    rows, length = logit_rows(contract.model, vocab_size, data_root), contract.data.sequence_length
+    needed, available = activation_bytes(contract, rows, contract.inner.batch_size), host_bytes()
+    what = f"a sequence of run {contract.run.name} ({length:,} tokens, {rows:,} logits each)"
+    check_bytes(what, needed, available, "evaluate it on a machine with more memory")
+    return max(1, min(contract.inner.batch_size, int(available / 4 / needed)))
 
 
 def _trained(path: Path, data_root: Path) -> tuple[Contract, dict[str, int], Mapping[str, Tensor]]:
