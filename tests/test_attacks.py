@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.attacks.main import ATTACKS, line
-from scripts.attacks.victims import Attack, Victims, outcome
+from scripts.attacks.victims import PACE, Attack, Victims, outcome
 
 SHOWN = ("idle-connections", "many-tokens")
 COUNTED_S = 4.0
@@ -18,10 +18,11 @@ COUNTED_S = 4.0
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", [one for one in ATTACKS if one.name in SHOWN], ids=lambda attack: attack.name)
 def test_a_run_goes_on_under_attack(attack: Attack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script says how much slower a run is; here, beside other tests, a tenth of the versions is enough."""
+    """The script says how much slower a run is; here, beside other tests, a tenth of the versions is enough, and they
+    are paced, so that other tests have the machine."""
     versions_in = Victims.versions_in
     monkeypatch.setattr(Victims, "versions_in", lambda victims, seconds: versions_in(victims, COUNTED_S))
-    row = outcome(replace(attack, slower=0.9), tmp_path)
+    row = outcome(replace(attack, slower=0.9, settings=PACE), tmp_path)
     assert row.held, line(row)
     assert row.versions_during, line(row)
 

@@ -36,7 +36,7 @@ from diloco.island.slices import Slice
 from diloco.models import build_model
 from diloco.run.options import remembered_root
 from diloco.storage import checkpoint
-from scripts.attacks.victims import Attack, NotHeld, Victims
+from scripts.attacks.victims import PACE, Attack, NotHeld, Victims
 from scripts.environment import our_code
 
 SECRET = "the-secret-of-this-attack-7f3a9c"
@@ -301,7 +301,7 @@ def hostile_texts(folder: Path) -> str:
 
 def secrets_kept(folder: Path) -> str:
     """Another user of the machine looks for the secret in process lists, folders and logs, also after a crash."""
-    with closing(Victims(folder, 2, secret=SECRET)) as victims:
+    with closing(Victims(folder, 2, PACE, secret=SECRET)) as victims:
         victims.start("judge", "--join", victims.ticket("p0"), words=("witness",))
         refused = _command(folder, "peer", "--join", victims.ticket("p0"), "--set", "timeouts.rpc_s=no")
         (folder / "refused.txt").write_text(refused.stdout)

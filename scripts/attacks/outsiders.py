@@ -18,12 +18,10 @@ from pathlib import Path
 from diloco.base.errors import TicketError, UsageError
 from diloco.identity.keys import SERVER_NAME, Keys, keys_of, weakness
 from diloco.transport.address import split_ticket
-from scripts.attacks.victims import CALM_S, Attack, NotHeld, Victims
+from scripts.attacks.victims import CALM_S, PACE, Attack, NotHeld, Victims
 
 IDLE, MANY = 1_100, 5_000
 """Connections of the short form, and of the long one."""
-PACE = ("device.step_s=0.05",)
-"""Inner steps take as long: else versions of a model this small show how busy the attacker keeps this machine."""
 MAX_GUESSES_PER_S = 20
 WEAK = (
     "aaaaaaaaaaaaaaaa",
@@ -268,7 +266,7 @@ def another_user(folder: Path) -> str:
     """Another user of the machine says hello to a founder on loopback without a secret, then starts a peer and asks for
     the status, with a state folder of its own. The founder's own user joins."""
     folder.chmod(0o711)  # the key itself keeps that user out, and not a folder around it
-    with closing(Victims(folder, 1, keyed=True)) as victims:
+    with closing(Victims(folder, 1, PACE, keyed=True)) as victims:
         state, ticket = str(folder / "state"), victims.ticket("p0")
         program = [sys.executable, "-c", ANOTHER_USER, victims.address("p0"), state]
         said = _refused(program, victims.variables, code=0)

@@ -22,6 +22,8 @@ START_S = 90.0
 CALM_S = 10.0
 """Seconds in which versions are counted, before an attack and during it."""
 POLL_S = 0.05
+PACE = ("device.step_s=0.05",)
+"""Inner steps take as long: else versions of a model this small show how busy the attacker keeps this machine."""
 DESCRIPTORS = 1024
 """Open files of a peer that is attacked, at most: shells have this soft limit, and here it is the hard one, too."""
 
