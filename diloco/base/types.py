@@ -230,11 +230,11 @@ class Commit:
                 lineage=_text(tree["lineage"], MAX_LINEAGE),
                 fragment=_int(tree["fragment"], low=-1),
                 drafter=_text(tree["drafter"]),
-                view=tuple(_member(entry) for entry in tree["view"]),
-                voters=tuple(_voter(entry) for entry in tree["voters"]),
-                evicted=tuple(map(_text, tree["evicted"])),
-                counted=tuple(_counted(entry) for entry in tree["counted"]),
-                omitted=tuple(_omitted(entry) for entry in tree["omitted"]),
+                view=tuple(map(_member, _several(tree["view"]))),
+                voters=tuple(map(_voter, _several(tree["voters"]))),
+                evicted=tuple(map(_text, _several(tree["evicted"]))),
+                counted=tuple(map(_counted, _several(tree["counted"]))),
+                omitted=tuple(map(_omitted, _several(tree["omitted"]))),
                 mean_digest=_text(tree["mean_digest"]),
                 tokens=_int(tree["tokens"]),
                 leases=_leases(tree["leases"]),
@@ -286,12 +286,13 @@ def _omitted(tree: dict[str, Any]) -> Omitted:
 
 
 def _leases(tree: dict[str, Any]) -> Leases:
-    held = {_text(peer): _ranges(ranges) for peer, ranges in tree["held"].items()}
+    entries = _several([*tree["held"].items()])
+    held = {_text(peer): _ranges(ranges) for peer, ranges in entries}
     return Leases(_int(tree["cursor"]), held, _ranges(tree["returned"]), _int(tree["lost"]))
 
 
 def _ranges(entries: Sequence[dict[str, Any]]) -> tuple[Blocks, ...]:
-    return tuple(Blocks(_int(entry["start"]), _int(entry["stop"], low=entry["start"])) for entry in entries)
+    return tuple(Blocks(_int(entry["start"]), _int(entry["stop"], low=entry["start"])) for entry in _several(entries))
 
 
 def _int(value: Any, low: int = 0) -> int:
@@ -303,6 +304,13 @@ def _int(value: Any, low: int = 0) -> int:
 def _text(value: Any, most: int = MAX_TEXT) -> str:
     if type(value) is not str or len(value) > most:
         raise ValueError(f"expected a short text, got {value!r}"[:100])
+    value.encode()  # JSON may have half a surrogate pair, which no message can carry: a ValueError
+    return value
+
+
+def _several(value: Any) -> Sequence[Any]:
+    if type(value) is not list or len(value) > MAX_LIST:
+        raise ValueError(f"expected a list of at most {MAX_LIST} entries")
     return value
 
 

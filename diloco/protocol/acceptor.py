@@ -40,6 +40,8 @@ class Acceptor:
         """In votes before that on this head's successor it has no part: what bound this voter there is forgotten."""
         self._number = post.saved
         """Number of the latest `Save`."""
+        self._enough = 0
+        """Number of the first `Save` since the disk refused one: each since then has the head."""
         self.abstains = False
         """The disk refuses what binds this voter, which therefore promises and accepts nothing."""
         self._again_at = post.now
@@ -85,14 +87,16 @@ class Acceptor:
     def answer(self) -> None:
         """Promise the attempt's coordinator to accept nothing of an earlier one; with the offer, if there is one. The
         first attempt takes no promise: there is nothing earlier."""
-        record = self._record.promise(self.attempt)
+        attempt = self.attempt
+        record = self._record.promise(attempt)
         if record is not None:
-            self._bind(record, self._accepted, "Ready", self._say_ready)
+            self._bind(record, self._accepted, "Ready", lambda: self._say_ready(attempt))
 
-    def _say_ready(self) -> None:
-        chain = self.chain
-        ready = m.Ready(chain.height, self.attempt, self.contributor.offer, chain.state.digest, *self.accepted)
-        self._post.send(self.seat(self.attempt), ready)
+    def _say_ready(self, attempt: int) -> None:
+        if attempt == self.attempt:  # else it went on while the disk was written, which has no promise of the next
+            chain = self.chain
+            ready = m.Ready(chain.height, attempt, self.contributor.offer, chain.state.digest, *self.accepted)
+            self._post.send(self.seat(attempt), ready)
 
     def on_gather(self, sender: Member, body: m.Gather) -> None:
         """Answer the coordinator of a later attempt."""
@@ -185,7 +189,7 @@ class Acceptor:
             return
         if record != self._record:
             self._record, self._accepted = record, accepted
-            self._number = self._post.save(record, accepted)
+            self._number = self._post.save(record, accepted, self.chain.commit if self.abstains else None)
         if self._post.saved >= self._number:
             then()
         else:
@@ -193,9 +197,11 @@ class Acceptor:
 
     def on_saved(self, event: m.Saved) -> None:
         """Go on with what waited for the disk. A disk that refuses is asked again: until then this voter abstains."""
-        self.abstains = event.refused
-        if event.refused:
+        if event.refused:  # with the head, perhaps, which those that are under way may lack: they are not enough
+            self.abstains, self._enough = True, self._number + 1
+        if event.number < self._enough:
             return
+        self.abstains = False
         self._post.on_saved(event.number)
         due = {what: then for what, (number, then) in self._then.items() if number <= self._post.saved}
         self._then = {what: waiting for what, waiting in self._then.items() if what not in due}

@@ -83,6 +83,8 @@ def why_malformed(commit: Commit, bounds: Bounds) -> str:
         return "it names a member or a voter twice"
     if not voters or not {*voters} <= {*view}:
         return "it has no voters, or some that are no members"
+    if all(member.witness for member in commit.voting):
+        return "no voter of it trains"
     if commit.height == 0:
         return _why_no_beginning(commit, bounds)
     return _why_no_version(commit, bounds) if commit.moves else _why_no_mean(commit)
@@ -134,6 +136,9 @@ def why_no_successor(before: Commit, commit: Commit, bounds: Bounds) -> str:
         return "only a founding begins a lineage, and each begins another"
     if commit.tokens != before.tokens + sum(entry.tokens for entry in commit.counted):
         return f"{commit.tokens:,} tokens are not the {before.tokens:,} before and those that it counts"
+    kinds = {member: member.witness for member in before.view}
+    if any(kinds.get(member, member.witness) != member.witness for member in commit.view):
+        return "it names a trainer as a witness, or a witness as a trainer"
     if not {*commit.evicted} <= {voter.peer for voter in before.voters}:
         return "it evicts one that is no voter"
     claims = (why_not_counted(entry, before, bounds) for entry in commit.counted)

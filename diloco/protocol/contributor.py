@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Member
@@ -189,6 +190,7 @@ class Contributor:
             return
         if sender != seat_after(head, body.attempt) or me not in body.receivers or me.witness:
             return
+        body = replace(body, receivers=self.membership.located(body.receivers))  # a liar's may be anybody's addresses
         members = [member.peer for member in head.view]
         lies = (why_not_counted(entry, head, self._rules.bounds) for entry in body.contributors)
         if any(lies) or not well_formed(body, self._rules.parts[self.chain.fragment], members):
@@ -222,7 +224,8 @@ class Contributor:
         reduction = self._reduction_for(body)
         if reduction is None or sender != reduction.leader or body.generation <= reduction.generation:
             return
-        if not covers(body.spans, self._rules.parts[self.chain.fragment], reduction.contributors):
+        left = {*reduction.contributors} - reduction.gone - {*body.gone}
+        if not (left and covers(body.spans, self._rules.parts[self.chain.fragment], reduction.contributors)):
             return
         self._post.note(f"going on without {', '.join(body.gone)} ({body.reason})")
         moved, ready = reduction.repair(body, self._post.now)

@@ -63,7 +63,7 @@ class Coordinator:
 
     def began(self, begin: m.Begin) -> bool:
         """Whether this peer leads the reduction that began so."""
-        return self._lead is not None and self._lead.begin is begin
+        return self._lead is not None and self._lead.begin.key == begin.key
 
     # ------------------------------------------------------------ the attempt
 

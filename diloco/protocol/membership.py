@@ -75,8 +75,10 @@ class Membership:
         return self.electorate.needed(self._boots())
 
     def is_lost(self) -> bool:
-        """Whether an operator evicted so many that the others can decide nothing (`Electorate.is_lost`)."""
-        return self.electorate.is_lost(self._boots())
+        """Whether an operator evicted so many that the others can decide nothing (`Electorate.is_lost`), and all these
+        are within reach: they go on together, and two that do not hear each other would go on apart."""
+        away = self.electorate.missing({member.peer for member in self.alive()})
+        return self.electorate.is_lost(self._boots()) and not away
 
     def _boots(self) -> dict[str, int]:
         return {voter.peer: boot for voter in self._voting() if (boot := self.boot_of(voter))}
@@ -110,6 +112,11 @@ class Membership:
         return self.roster.is_located(member) or any(
             (one, one.address) == (member, member.address) for one in self.chain.view
         )
+
+    def located(self, members: Sequence[Member]) -> tuple[Member, ...]:
+        """Those of these members that calls may go to, at the addresses that are known here."""
+        known = map(self.roster.latest, members)
+        return tuple(one for one in known if one == self.me or self.may_call(one))
 
     def newcomers(self) -> list[Member]:
         """Joiners on the roster for the next view: at this version, or so near that commits bring them there."""
@@ -215,6 +222,8 @@ class Membership:
 
     def may_speak(self, run: str, contract: str, lineage: str, sender: Member) -> m.Reply:
         """OK if run, lineage and roster let this sender speak, else the protocol's reason for the refusal."""
+        if sender == self.me:  # our own words come by no link, and what they say is not checked again
+            return m.Reply.MALFORMED
         reply = self.admission.same_training(run, contract)
         if reply is not m.Reply.OK:
             return reply

@@ -345,6 +345,7 @@ class SimulatedProcess:
             self.world.log_reply(envelope, self, reply)
             gate.on_message(self, envelope, reply, heeded)
             self.world.promise.on_message(self, envelope, reply)
+            invariants.departures.on_message(self, envelope, reply)
             self._seen(effects)
             invariants.conduct.on_message(self, envelope, reply, effects, before)
             invariants.departures.look(self)

@@ -475,7 +475,7 @@ class SimulatedConduct:
         lead = machine._coordinator._lead
         if tally is not None and tally.proposal is not None:
             owed = [(m.Propose, one) for one in tally.audience if one.peer not in tally.accepts]
-        elif lead is not None and contributor.reduction is not None and lead.begin is contributor.reduction.begin:
+        elif lead is not None and contributor.reduction is not None and lead.begin.key == contributor.reduction.key:
             owed, attempt = [(m.Begin, one) for one in lead.begin.receivers], lead.begin.attempt
         elif tally is not None and not tally.begun:
             owed = [(m.Gather, one) for one in machine.view if attempt and one.peer not in tally.ready]

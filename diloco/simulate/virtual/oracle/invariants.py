@@ -261,6 +261,7 @@ class SimulationInvariants:
                 return  # most of all that is sent: it binds nobody
         self.ballots.on_effect(host, effect)
         self.gate.on_effect(host, effect)
+        self.departures.on_effect(host, effect)
 
     # ------------------------------------------------------------ I3: the mean again, in one place
 
