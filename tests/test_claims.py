@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco.base.types import Blocks, Commit, Counted, Leases, Member, Omitted, Voter
+from diloco.base.types import MAX_LIST, Blocks, Commit, Counted, Leases, Member, Omitted, Voter
 from diloco.config.load import load_contract
 from diloco.protocol import leases
 from diloco.protocol.claims import CLAIMED_ROUNDS, Bounds, why_malformed, why_no_successor, why_not_counted
@@ -134,6 +134,8 @@ def test_a_contract_bounds_the_tokens_of_a_contribution() -> None:
         (VERSION, {"voters": (*VOTERS, VOTERS[0])}, "a member or a voter twice"),
         (VERSION, {"voters": ()}, "it has no voters"),
         (VERSION, {"voters": (*VOTERS, Voter("x", 5, 8))}, "some that are no members"),
+        (CHANGE, {"view": tuple(replace(one, witness=True) for one in JOINED)}, "no voter of it trains"),
+        (VERSION, {"voters": (VOTERS[3],)}, "no voter of it trains"),
         (FOUNDING, {"previous": "another"}, "the first of a run"),
         (FOUNDING, {"version": 1}, "the first of a run"),
         (FOUNDING, {"tokens": 1}, "the first of a run"),
@@ -179,6 +181,8 @@ def test_a_commit_that_no_honest_peer_drafts_is_malformed(commit: Commit, change
         (APART, {"lineage": "lineage"}, "only a founding begins a lineage"),
         (VERSION, {"tokens": 1021}, "1,021 tokens are not"),
         (CHANGE, {"tokens": 1001}, "1,001 tokens are not"),
+        (CHANGE, {"view": (replace(A, witness=True), *JOINED[1:])}, "names a trainer as a witness"),
+        (CHANGE, {"view": (*VIEW[:4], replace(WITNESS, witness=False), E)}, "or a witness as a trainer"),
         (VERSION, {"evicted": ("d",)}, "evicts one that is no voter"),
         (VERSION, {"leases": replace(VERSION.leases, cursor=99)}, "its leases are not those"),
         (CHANGE, {"leases": GIVEN}, "its leases are not those"),
@@ -248,3 +252,20 @@ def test_who_is_gone_gives_its_blocks_back_or_loses_them(left: set[str]) -> None
     assert why_no_successor(BEFORE, commit, BOUNDS) == ""
     stolen = replace(commit.leases, held=commit.leases.held | {"a": (Blocks(0, 99),)})
     assert "its leases are not those" in why_no_successor(BEFORE, replace(commit, leases=stolen), BOUNDS)
+
+
+def test_bytes_of_a_commit_are_bounded() -> None:
+    """A name that no message can carry would end the peer that passes it on, and a list without end take its memory."""
+    held = {**GIVEN.held, "a": (Blocks(1, 1),) * (MAX_LIST + 1)}
+    for bad in (
+        replace(CHANGE, view=(*VIEW, replace(E, peer="e\ud800"))),
+        replace(VERSION, mean_digest="\udfff"),
+        replace(APART, evicted=("c",) * (MAX_LIST + 1)),
+        replace(VERSION, omitted=VERSION.omitted * (MAX_LIST + 1)),
+        replace(VERSION, leases=replace(GIVEN, held=held)),
+        replace(VERSION, leases=replace(GIVEN, held={f"p{n}": () for n in range(MAX_LIST + 1)})),
+    ):
+        with pytest.raises(ValueError, match=r"surrogates not allowed|at most 4096"):
+            Commit.from_bytes(bad.to_bytes())
+    for good in (CHANGE, VERSION, APART):
+        assert Commit.from_bytes(good.to_bytes()) == good

@@ -377,6 +377,19 @@ def test_commits_and_means_are_fetched(net):
     play(net, scenario)
 
 
+def test_commits_fill_no_memory(monkeypatch):
+    """Those that are left out are asked for again."""
+
+    async def scenario(net: GrpcNet) -> None:
+        service = Listener()
+        address = await net.start(service)
+        room_bytes = sum(32 + len(closed.commit.to_bytes()) for closed in service.closed[:2])
+        monkeypatch.setattr("diloco.transport.grpc_link.MAX_COMMITS_BYTES", room_bytes)
+        assert await net.link.fetch_commits(address, 0, LIMITS, 1.0) == service.closed[:2]
+
+    play(GrpcNet, scenario)
+
+
 def test_means_that_are_gone_or_too_large_are_refused(net):
     async def scenario(net: Net) -> None:
         service = Listener()

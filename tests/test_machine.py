@@ -628,6 +628,43 @@ def test_a_copy_of_the_version_that_we_stand_at_forgets_no_promise() -> None:
     assert (machine.attempt, machine.version) == (0, 8)
 
 
+def test_nobody_speaks_in_our_own_name() -> None:
+    """Our own commits are not checked again: in our name a member could have us take any."""
+    machine = standing(7)
+    before = machine.commit
+    assert before is not None
+    forged = replace(following(before, ""), fragment=-1, drafter="b", counted=(), state_digest="", tokens=10**15)
+    reply, effects = machine.receive(said(A, m.Committed(forged), 1, before.digest), 0.1)
+    assert (reply, effects, machine.commit) == (m.Reply.MALFORMED, [], before)
+    assert machine.admits("run", "contract", "lineage", A, 0.1) is m.Reply.MALFORMED
+
+
+def begun(machine: OnPaper, *receivers: Member) -> m.Begin:
+    """The reduction of version 8, led by b, as the machine of a takes part in it."""
+    attempt = next(attempt for attempt in range(9) if machine._acceptor.seat(attempt) == B)
+    counted = tuple(Counted(name, 0, 7, 1, 2, 2) for name in ("b", "c"))
+    begin = m.Begin(7, attempt, counted, receivers, (m.Span("b", 0, 6),), "state")
+    (began,) = [e.begin for e in machine.hear(B, begin, 0.1) if isinstance(e, fx.BeginReduction)]
+    return began
+
+
+def test_the_mean_goes_to_no_address_that_only_a_coordinator_names() -> None:
+    stranger = Member("s", 1, "bystander:1")
+    receivers = begun(standing(7), A, B, replace(C, address="bystander:2"), stranger).receivers
+    assert [(one.peer, one.address) for one in receivers] == [(one.peer, one.address) for one in (A, B, C)]
+
+
+def test_a_repair_leaves_somebody() -> None:
+    """Of nobody's bytes there is no mean, and with some codecs an error."""
+    machine = standing(7)
+    key = begun(machine, A, B, C).key
+    for gone, taken in ((("b", "c"), False), (("c",), True)):
+        effects = machine.hear(B, m.Repair(*key, 1, gone, (m.Span("b", 0, 6),), "a lie"), 0.2)
+        assert any(isinstance(effect, fx.RepairReduction) for effect in effects) is taken
+    effects = machine.hear(B, m.Repair(*key, 2, ("b",), (m.Span("c", 0, 6),), "in two steps"), 0.3)
+    assert not any(isinstance(effect, fx.RepairReduction) for effect in effects)
+
+
 def test_nobody_takes_part_in_a_begin_out_of_turn() -> None:
     """Only the coordinator of an attempt begins it, and a peer that has gone on to a later one does not go back."""
 
@@ -1310,6 +1347,54 @@ def test_a_disk_that_refuses_makes_a_voter_abstain_until_it_takes_the_promise() 
     assert again.record == save.record
     assert [to for to, _ in sends(slow.handle(m.Saved(again.number), 1.1), m.Ready)] == [C]
     assert not machine._acceptor.abstains
+
+
+def test_a_promise_of_an_attempt_that_is_over_is_not_said() -> None:
+    """The disk has that of the attempt before. Said of the next, a restart would forget it: two commits of one head."""
+    machine = standing(7)
+    first, second = [attempt for attempt in range(1, 9) if machine._acceptor.seat(attempt) in (B, C)][:2]
+    slow, commit = bare(machine), machine.commit
+    assert commit is not None
+    seats = [machine._acceptor.seat(attempt) for attempt in (first, second)]
+    (save,) = [e for e in slow.hear(seats[0], m.Gather(7, first, "again"), 0.1) if isinstance(e, fx.Save)]
+    slow.hear(seats[1], m.Propose(7, second, following(commit, "not here")), 0.2)
+    assert machine.attempt == second
+    assert sends(slow.handle(m.Saved(save.number), 0.3), m.Ready) == []
+
+
+def test_a_head_that_the_disk_refused_is_on_it_before_anything_is_said() -> None:
+    """Another record was on its way and was taken: alone it names no commit, and a restart would find a hole."""
+    machine = standing(7, stall_s=0.4)
+    slow, before = bare(machine), machine.commit
+    assert before is not None
+    slow.handle(m.MeanHeld("m8"), 0.1)
+    (head,) = [e for e in slow.hear(B, m.Committed(following(before, "m8")), 0.2) if isinstance(e, fx.Save)]
+    attempt = next(attempt for attempt in range(1, 9) if machine._acceptor.seat(attempt) == C)
+    (promise,) = [e for e in slow.hear(C, m.Gather(8, attempt, "again"), 0.21) if isinstance(e, fx.Save)]
+    assert (head.head, promise.head) == (machine.commit, None)
+    assert slow.handle(m.Saved(head.number, refused=True), 0.22) == []
+    assert sends(slow.handle(m.Saved(promise.number), 0.23), m.Ready) == []
+    assert machine._acceptor.abstains
+    assert machine._chain.standing == before
+    (again,) = [e for e in slow.handle(m.Tick(), 0.3) if isinstance(e, fx.Save)]
+    assert (again.head, again.record) == (machine.commit, promise.record)
+    assert sends(slow.handle(m.Saved(again.number), 0.4), m.Ready)
+    assert machine._chain.standing == machine.commit
+
+
+def test_those_that_an_operator_leaves_alone_wait_for_each_other() -> None:
+    """Two that did not hear each other for a moment, when the others were evicted, would each found a lineage."""
+    machine = standing(7, view=(A, B, C, D), seat=A)
+    beat = m.Heartbeat(7, 7, False, Progress())
+    for gone in (C, D):
+        machine.receive(said(Member("operator", 0, ""), m.Evict(gone.peer, gone.incarnation)), 5.0)
+    machine.handle(m.Tick(), 5.1)
+    assert machine.lineage == "lineage"
+    assert "1 of 2 voters can be reached" in machine._membership.no_majority()
+    machine.hear(B, beat, 5.2)
+    machine.handle(m.Tick(), 5.3)
+    assert machine.lineage != "lineage"
+    assert [member.peer for member in machine.view] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
