@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.base.errors import ResourceError
+from diloco.base.errors import ResourceError, StateError
 from diloco.observe.event_log import TAIL_BYTES, Events, read_events, read_lines, read_on
 from diloco.observe.events import Remark, Stamped, Started, TrainingProgress, VersionClosed, Warned
 
@@ -58,10 +58,9 @@ def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path / "missing")) == []
 
 
-def test_a_full_disk_ends_the_writing_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "e").symlink_to("/dev/full")
+def test_a_full_disk_ends_the_writing_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     heard = list[Stamped]()
-    events = Events(tmp_path / "e", "p", [heard.append])
+    events = Events(Path("/dev/full"), "p", [heard.append])
     for step in range(3):
         events.emit(TrainingProgress(step))
     assert [stamped.event for stamped in heard] == list(map(TrainingProgress, range(3)))
@@ -74,6 +73,15 @@ def test_a_place_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="cannot write events"):
         Events(tmp_path / "file" / "e", "p")
+
+
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("a line\nhalf a line")
+    (tmp_path / "e").symlink_to(mine)
+    with pytest.raises(StateError, match="e is a symbolic link"):
+        Events(tmp_path / "e", "p")
+    assert mine.read_text() == "a line\nhalf a line"
 
 
 def test_without_a_path_only_listeners_hear() -> None:

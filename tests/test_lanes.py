@@ -58,6 +58,7 @@ from diloco.peer.rank import PeerRank
 from diloco.peer.terms import lane_terms
 from diloco.protocol.messages import Begin, Reply, Span
 from diloco.protocol.streams import Kind, Part, StateOffer, StreamHeader
+from diloco.run.door import WRITTEN
 from diloco.transport.endpoint import Runtime
 from diloco.transport.link import LinkRefused
 from diloco.transport.pace import MAX_STREAMS
@@ -594,6 +595,7 @@ def test_islands_with_lanes_are_founded_joined_copied_from_recorded_and_replayed
             peer.interrupt()
             assert peer.wait() == 0, peer.log.read_text()
         assert agree(peers) > 4
+    assert {path.name for path in peers[0].directory.iterdir()} - {"log.txt"} <= {*WRITTEN}
     done = run_cli("replay", str(tmp_path), timeout_s=120.0)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "MISMATCH" not in done.stdout

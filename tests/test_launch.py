@@ -19,7 +19,7 @@ import torch
 
 from diloco.accounts.ledger import LEDGER, Opening, Position, Totals, open_ledger
 from diloco.base.clock import new_incarnation
-from diloco.base.errors import UsageError
+from diloco.base.errors import StateError, UsageError
 from diloco.base.types import Commit, Leases, Member
 from diloco.config.contract import Contract
 from diloco.config.load import load_contract
@@ -28,6 +28,7 @@ from diloco.island import elastic
 from diloco.island.elastic import SINCE, WELL_S
 from diloco.island.slices import whole_slices
 from diloco.observe.events import Listening, Stamped
+from diloco.run.door import WRITTEN, make_folder
 from diloco.run.launch import come_back, event_card, run_peer
 from diloco.run.options import PeerOptions
 from diloco.run.past import checkpoint_at
@@ -481,6 +482,44 @@ def test_a_card_that_cannot_be_written_ends_no_peer(tmp_path: Path, caplog: pyte
     (tmp_path / "peer.json").mkdir()
     event_card(tmp_path)(Stamped(0.0, 0.0, "a", Listening("127.0.0.1:1", "127.0.0.1:1/0123")))
     assert "peer.json" in caplog.text
+
+
+def test_a_card_is_not_written_through_a_link(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    for name in ("peer.json", f".peer.json.{os.getpid()}"):
+        (tmp_path / name).symlink_to(mine)
+    event_card(tmp_path)(Stamped(0.0, 0.0, "a", Listening("127.0.0.1:1", "127.0.0.1:1/0123")))
+    assert json.loads((tmp_path / "peer.json").read_text())["address"] == "127.0.0.1:1"
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("entry", [*WRITTEN, "checkpoints/v00000003", "checkpoints/v00000003/outer.safetensors"])
+def test_a_peer_does_not_begin_in_a_folder_with_links_to_elsewhere(tmp_path: Path, entry: str) -> None:
+    """Whoever hands over a folder must not choose what a peer that goes on in it writes to, or deletes."""
+    folder, outside = tmp_path / "given", tmp_path / "outside"
+    kept(folder, load_contract(tiny_contract(tmp_path)).value)
+    if (folder / entry).exists():
+        (folder / entry).rename(outside)
+    else:
+        outside.write_text('{"data": {"root": "."}}')
+    (folder / entry).symlink_to(outside)
+    before = {path: path.read_bytes() for path in [outside, *outside.rglob("*")] if path.is_file()}
+    named = {path.name for path in folder.rglob("*")}
+    with pytest.raises(StateError, match=f"given/{entry} is a symbolic link"):
+        run_peer(PeerOptions(None, None, None, folder), lambda: True, lambda event: None)
+    assert {path: path.read_bytes() for path in before} == before
+    assert {path.name for path in folder.rglob("*")} == named
+
+
+def test_the_folder_of_a_peer_may_be_a_link_of_its_user(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "site.new").symlink_to(tmp_path / "mine")  # an entry that no peer writes
+    assert make_folder(tmp_path / "runs" / "me", Site(), private=True) == tmp_path / "runs" / "me"
+    assert make_folder(tmp_path / "runs", Site(), private=True) == tmp_path / "runs"
+    assert not (tmp_path / "mine").exists()
+    assert (tmp_path / "disk" / "site.json").is_file()
 
 
 def test_who_comes_back_keeps_its_name(tmp_path: Path) -> None:

@@ -152,6 +152,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         open_ledger(tmp_path / "file", print)
 
 
+def test_a_ledger_that_is_a_link_leaves_alone_what_it_leads_to(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("no record\n")
+    (tmp_path / LEDGER).symlink_to(mine)
+    with pytest.raises(StateError, match="is a symbolic link"):
+        open_ledger(tmp_path, print)
+    assert mine.read_text() == "no record\n"
+
+
 # ---------------------------------------------------------------- disks
 
 

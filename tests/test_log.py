@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from diloco.base.errors import StateError
 from diloco.base.files import Disk, on_disk
-from diloco.exchange.log import LOG, SYNC_BYTES, DiskLog, forget_means, logged_mean
+from diloco.exchange.log import LOG, SYNC_BYTES, DiskLog, DiskUse, MeanFile, forget_means, logged_mean
 
 
 class Disks(Disk):
@@ -154,6 +155,17 @@ def test_the_next_mean_is_written_over_one_that_a_checkpoint_has(tmp_path: Path)
     assert read(tmp_path, "d", version=8) == [b"a longer part", b"b"]
     forget_means(tmp_path, 9)
     assert names(tmp_path) == ["spare.v00000008.1-2.r0.mean", "spare.v00000009.1-3.r0.mean"], "no more than means"
+
+
+def test_no_mean_is_written_over_what_a_link_leads_to(tmp_path: Path) -> None:
+    mine, folder = tmp_path / "mine", tmp_path / LOG
+    mine.write_text("mine")
+    folder.mkdir()
+    (folder / "spare.v00000007.1-1.r0.mean").symlink_to(mine)
+    file = MeanFile(folder / "v00000008.1-1.r0.mean", DiskUse())
+    with pytest.raises(StateError, match="is a symbolic link"):
+        file.put(0, b"x")
+    assert mine.read_text() == "mine"
 
 
 def test_nothing_of_a_mean_that_was_written_over_comes_back(tmp_path: Path) -> None:

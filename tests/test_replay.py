@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,20 @@ def test_old_versions_are_forgotten(run: PaperRun, tmp_path: Path) -> None:
     for version in range(5):
         recorder.keep(Contribution(0, 0, version, 1, 1, 1, [b"x"] * fragment.parts), fragment, "ab" * 32)
     assert [one.counted.base_version for one in recordings(tmp_path / "some")] == [3, 4]
+
+
+def test_no_contribution_is_recorded_through_a_link(run: PaperRun, tmp_path: Path) -> None:
+    fragment = run.peers["a"].line.layout.fragments[0]
+    folder, mine = tmp_path / "given" / RECORDED, tmp_path / "mine"
+    folder.mkdir(parents=True)
+    mine.write_text("mine")
+    name = "v00000000.f0.abababab.000000000007.bin"
+    for link in (name, f".{name}.tmp", f".{name}.{os.getpid()}.tmp"):
+        (folder / link).symlink_to(mine)
+    recorder = Recorder(folder, "a", 7, 0, pytest.fail)
+    recorder.keep(Contribution(0, 0, 0, 1, 1, 1, [b"x"] * fragment.parts), fragment, "ab" * 32)
+    assert (len(recordings(tmp_path / "given")), mine.read_text()) == (1, "mine")
+    assert not (folder / name).is_symlink()
 
 
 def test_a_disk_that_refuses_costs_the_recording_only(run: PaperRun, tmp_path: Path) -> None:

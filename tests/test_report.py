@@ -500,10 +500,22 @@ def test_half_a_contract_or_summary_is_as_none(tmp_path: Path, text: str) -> Non
 def test_a_folder_that_takes_no_page_is_an_error_for_people(tmp_path: Path) -> None:
     write_events(tmp_path / "events.jsonl", [version("a", 1, 1.0, loss=2.0)])
     for name in ("report.html", "plot.png"):
-        (tmp_path / name).symlink_to("/dev/full")
+        (tmp_path / name).mkdir()
     for write in (write_report, write_plot):
-        with pytest.raises(ResourceError, match="No space left"):
+        with pytest.raises(ResourceError, match=r"cannot write .*: Is a directory"):
             write(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"events.jsonl", "report.html", "plot.png"}
+
+
+def test_a_report_takes_the_place_of_a_link_in_a_folder_that_was_given(tmp_path: Path) -> None:
+    write_events(tmp_path / "events.jsonl", [version("a", 1, 1.0, loss=2.0)])
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    for write, name in ((write_report, "report.html"), (write_plot, "plot.png")):
+        (tmp_path / name).symlink_to(mine)
+        assert write(tmp_path).stat().st_size > 1000
+        assert not (tmp_path / name).is_symlink()
+    assert mine.read_text() == "mine"
 
 
 def test_a_month_of_signs_of_life_is_read_by_its_ends(tmp_path: Path) -> None:

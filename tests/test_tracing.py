@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from diloco.inner.meter import Trace
+from diloco.run.door import WRITTEN
 from tests.peers import PeerProcess, ending, tiny_contract
 
 STEPS = 2
@@ -25,6 +26,7 @@ def test_each_rank_writes_a_trace_of_these_steps(tmp_path: Path) -> None:
         (peer,) = peers
         assert peer.wait() == 0, peer.log.read_text()
     folder = peer.directory / "profile"
+    assert {path.name for path in peer.directory.iterdir()} - {"log.txt"} <= {*WRITTEN}
     (told,) = peer.events("profile")
     assert told["path"] == str(folder / "rank-0.json.gz")
     assert f"{folder / 'rank-0.json.gz'}, and beside it one for each of 2 ranks" in peer.log.read_text()

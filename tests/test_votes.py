@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.base.errors import StateError
 from diloco.base.types import Commit, Leases, Member, Voter
 from diloco.exchange.log import DiskUse
 from diloco.exchange.votes import VOTES, DiskVotes, past_votes
@@ -148,6 +149,23 @@ def test_commits_that_checkpoints_have_are_forgotten(votes: DiskVotes, tmp_path:
     past = past_votes(tmp_path)
     assert past is not None
     assert (past.restored.saved, past.restored.head, {*past.commits}) == (4, NEXT, {NEXT.digest})
+
+
+def test_no_vote_is_written_through_a_link(votes: DiskVotes, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / VOTES).symlink_to(mine)
+    with pytest.raises(StateError, match="votes is a symbolic link"):
+        save(votes, 1, VoteRecord(FIRST.digest), None, FIRST)
+    (tmp_path / VOTES).unlink()
+    stand(votes)
+    for beside in (f".{VOTES}.tmp", f".{VOTES}.{os.getpid()}.tmp"):
+        (tmp_path / beside).symlink_to(mine)
+    votes.forget(1)
+    assert save(votes, 4, VoteRecord(LAST.digest), None, LAST)
+    past = past_votes(tmp_path)
+    assert past is not None
+    assert ({*past.commits}, mine.read_text()) == ({NEXT.digest, LAST.digest}, "mine")
 
 
 def test_commits_of_a_lineage_that_was_left_lead_as_far_as_they_go(votes: DiskVotes, tmp_path: Path) -> None:

@@ -19,13 +19,12 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.accounts.ledger import Ledger, Opening, Position, Totals, open_ledger
 from diloco.base.errors import StateError
-from diloco.base.files import disk, make_folders, sync_path
+from diloco.base.files import disk, make_folders, replacing_file, sync_path
 from diloco.base.sealed import sealed_line, unsealed
 from diloco.base.types import Commit, Contribution, Counted
 from diloco.config.contract import Contract
@@ -66,23 +65,19 @@ class Recorder:
             "parts": [[len(part), hashlib.sha256(part).hexdigest()] for part in contribution.parts],
         }
         name = f"v{contribution.base_version:08d}.f{contribution.fragment}.{base[:8]:0>8}.{self.boot:012x}.bin"
-        beside = self.directory / f".{name}.tmp"
         try:
             make_folders(self.directory)
-            with beside.open("wb") as file:
+            with replacing_file(self.directory / name) as file:
                 file.write(sealed_line(header))
                 file.writelines(contribution.parts)
                 file.flush()
-                disk().sync(file.fileno(), beside)
-            beside.replace(self.directory / name)
+                disk().sync(file.fileno(), Path(file.name))
             sync_path(self.directory)  # the new name, too, must survive a loss of power
             for path in self.directory.iterdir() if self.versions else ():
                 match = _NAME.fullmatch(path.name)
                 if match and int(match[1]) <= contribution.base_version - self.versions:
                     path.unlink()
         except OSError as error:
-            with suppress(OSError):
-                beside.unlink()
             self.warn(f"a contribution is not recorded: {error.strerror}")
 
 

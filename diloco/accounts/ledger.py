@@ -36,7 +36,7 @@ from typing import Any, Protocol, cast, get_type_hints
 
 from diloco.base import failpoints
 from diloco.base.errors import ResourceError, StateError
-from diloco.base.files import disk, make_folders, sync_path
+from diloco.base.files import disk, make_folders, open_to_write, sync_path
 from diloco.base.sealed import canonical, sealed_line, unsealed
 from diloco.base.types import Commit
 
@@ -249,9 +249,9 @@ class DiskFile:
     """A ledger's file on the disk."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, or create it. Raises OSError."""
+        """Open the file, or create it. Raises OSError, and StateError for a symbolic link."""
         make_folders(path.parent)
-        self._path, self._descriptor = path, os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._path, self._descriptor = path, open_to_write(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         sync_path(path.parent)
 
     def read(self) -> bytes:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from diloco.base.errors import StateError
 
 _sync_data = getattr(os, "fdatasync", os.fsync)
 """A file's content and size. Its times may wait: they need the file system's journal, and so all that stands in it."""
@@ -74,3 +77,46 @@ def sync_path(path: Path) -> None:
         _disk.sync(descriptor, path)
     finally:
         os.close(descriptor)
+
+
+# ---------------------------------------------------------------- folders that somebody else may have filled
+
+
+def open_to_write(path: Path, flags: int) -> int:
+    """Open a file of a peer's folder to write in it; a new one is this user's only. Raises OSError, and StateError for
+    a symbolic link."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        _refuse_link(path)
+        raise
+
+
+@contextmanager
+def replacing_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file beside `path`, to fill. When the block ends well, it takes the place of what has that name: of a
+    symbolic link, not of what the link leads to. Raises OSError; `path` then stays as it was."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside.unlink(missing_ok=True)  # of a killed process with this id, or a link
+    try:
+        with beside.open("xb") as file:
+            yield file
+        beside.replace(path)
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """Raises StateError where one of these entries of a folder, or anything below one, is a symbolic link: whoever
+    handed over the folder chose what it leads to. The folder itself may be one, which its user named."""
+    for path in (folder / name for name in names):
+        _refuse_link(path)
+        for below in path.rglob("*"):
+            _refuse_link(below)
+
+
+def _refuse_link(path: Path) -> None:
+    if path.is_symlink():
+        fix = "delete it, or put what it leads to in its place; the whole folder of a peer may be a link"
+        raise StateError(f"{path} is a symbolic link, and a peer would write to where it leads", fix)

@@ -31,7 +31,7 @@ from threading import Lock
 
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s
-from diloco.base.files import disk, make_folders, sync_path
+from diloco.base.files import disk, make_folders, open_to_write, sync_path
 from diloco.base.sealed import checksum_of, sealed_line, unsealed
 from diloco.base.threads import one_thread
 
@@ -133,7 +133,7 @@ class MeanFile:
         rank = self.path.name.split(".")[2]
         for spare in sorted(self.path.parent.glob(f"{_SPARE}*.{rank}.mean")):
             with suppress(OSError):  # it went meanwhile, or a mean that never became whole is still written to it
-                descriptor = os.open(spare, os.O_WRONLY | os.O_CLOEXEC)
+                descriptor = open_to_write(spare, os.O_WRONLY)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     spare.rename(self.path)

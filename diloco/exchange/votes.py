@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.base import failpoints
-from diloco.base.files import make_folders, sync_path
+from diloco.base.files import make_folders, open_to_write, replacing_file, sync_path
 from diloco.base.sealed import sealed_line, unsealed
 from diloco.base.threads import one_thread
 from diloco.base.types import Commit
@@ -100,8 +100,7 @@ class DiskVotes(Votes):
 
     def _compact(self, version: int) -> None:
         """Write the lines anew that still count, in another file that then takes the place of this one."""
-        beside = self._path.with_name(f".{VOTES}.tmp")
-        try:
+        with suppress(OSError, *_MALFORMED):  # it stays as long as it is
             if self._descriptor < 0:
                 self._open()
             found = _lines(self._path.read_bytes()[: self._bytes])
@@ -109,21 +108,16 @@ class DiskVotes(Votes):
                 return
             kept = [line for line, tree in found[:-1] if _stands_from(tree, version)]
             kept += [line for line, _ in found[-1:]]
-            with beside.open("wb") as file:
+            with replacing_file(self._path) as file:
                 file.writelines(kept)
                 file.flush()
-                self._use.sync(file.fileno(), beside)
-            self._close()  # a descriptor of the old file would write where nobody reads
-            beside.replace(self._path)
+                self._use.sync(file.fileno(), Path(file.name))
+                self._close()  # a descriptor of the old file would write where nobody reads
             sync_path(self._path.parent)
-        except (OSError, *_MALFORMED):  # it stays as long as it is
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
 
     def _open(self) -> None:
         make_folders(self._path.parent)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._descriptor = os.open(self._path, flags, 0o600)
+        self._descriptor = open_to_write(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         found = _lines(self._path.read_bytes())
         self._bytes = sum(len(line) for line, _ in found or ())  # damaged: that life is over, and its votes go
         sync_path(self._path.parent)

@@ -27,6 +27,7 @@ from typing import Any
 
 from diloco.base.clock import monotonic_s, unix_s
 from diloco.base.errors import ResourceError
+from diloco.base.files import open_to_write
 from diloco.observe.events import Event, Stamped, from_json, to_json
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class Events:
     """One peer's event log: a file (or none), and listeners in this process."""
 
     def __init__(self, path: Path | None, peer: str, listeners: Sequence[Callable[[Stamped], None]] = ()) -> None:
-        """Continues an existing file. Raises ResourceError where it cannot be opened.
+        """Continues an existing file. Raises ResourceError where it cannot be opened, StateError for a symbolic link.
 
         `listeners` get every event in order, one at a time; they must not emit.
         """
@@ -118,13 +119,14 @@ def _thinned(lines: Iterable[bytes], mark: bytes) -> Iterator[bytes]:
 
 
 def _open_to_append(path: Path) -> int:
-    """Open an event log and lock it: a peer's folder has one writer. Raises ResourceError, also where it is locked.
+    """Open an event log and lock it: a peer's folder has one writer. Raises ResourceError, also where it is locked,
+    and StateError for a symbolic link.
 
     The lock lasts until the descriptor is closed, or the process has ended, however that happens.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_to_write(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         with ExitStack() as on_error:
             on_error.callback(os.close, descriptor)
             try:

@@ -27,6 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
 from diloco.base.errors import ResourceError, UsageError
+from diloco.base.files import replacing_file
 from diloco.base.readable import (
     NOTHING,
     printable,
@@ -152,7 +153,8 @@ def write_plot(directory: Path) -> Path:
 
 def _write(path: Path, content: bytes) -> Path:
     try:
-        path.write_bytes(content)
+        with replacing_file(path) as file:
+            file.write(content)
     except OSError as error:
         fix = "free the disk, or copy the folder to where you may write"
         raise ResourceError(f"cannot write {path}: {error.strerror}", fix) from error

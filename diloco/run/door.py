@@ -24,12 +24,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from diloco.accounts.journal import RECORDED
+from diloco.accounts.ledger import LEDGER
 from diloco.base.errors import ConfigError, DilocoError, ResourceError, UsageError
-from diloco.base.files import make_folders
+from diloco.base.files import make_folders, refuse_links
 from diloco.base.life import Life
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json, contract_of, load_contract, load_site
 from diloco.config.site import Site
+from diloco.exchange.log import LOG
+from diloco.exchange.votes import VOTES
 from diloco.gossip.peer import GossipLife, GossipPeer
 from diloco.inner.loop import random_states, restore_random_states
 from diloco.inner.meter import Phases, Throughput, device_name, memory_of
@@ -45,16 +49,18 @@ from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank, PeerTraining
 from diloco.peer.terms import lanes_of
 from diloco.run.blocking import block
-from diloco.run.options import remember, remembered_private
+from diloco.run.options import CARD, SITE_CARD, remember, remembered_private
 from diloco.run.past import PastRun, past_of, peer_name
 from diloco.run.run import Leading, Run, RunChronicle, RunReader
-from diloco.storage.checkpoint import Checkpoint, read_together
+from diloco.storage.checkpoint import CHECKPOINTS, Checkpoint, read_together
 from diloco.storage.saving import Contents
 from diloco.storage.stateful import Stateful, UserState
 from diloco.transport.endpoint import Endpoint, listening
 
 STATE = "state"
 """Group of a checkpoint that holds the objects of somebody's own loop."""
+WRITTEN = ("events.jsonl", LEDGER, VOTES, CARD, SITE_CARD, CHECKPOINTS, LOG, RECORDED, "profile")
+"""Files and folders that a peer writes in its own."""
 
 
 class RandomStates:
@@ -135,8 +141,10 @@ def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:
 
 def make_folder(directory: Path, site: Site, private: bool) -> Path:
     """Make the folder of a peer that founds or joins a run, for this user only; it remembers where its data is, and
-    whether the run has a secret (`private`). Raises ResourceError."""
+    whether the run has a secret (`private`). Raises ResourceError, and StateError for a symbolic link in it where a
+    peer writes."""
     try:
+        refuse_links(directory, WRITTEN)
         make_folders(directory, 0o700)
         if directory.stat().st_uid == os.getuid():
             directory.chmod(0o700)  # it may have been there, for others to read

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from diloco.base.errors import ConfigError, UsageError
+from diloco.base.files import replacing_file
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.island import Island, given_ranks
@@ -181,10 +182,9 @@ def event_card(directory: Path) -> Callable[[Stamped], None]:
     def listen(stamped: Stamped) -> None:
         if isinstance(event := stamped.event, Listening):
             card = {"pid": os.getpid(), "address": event.address, "ticket": event.ticket}
-            beside = directory / f".peer.json.{os.getpid()}"
             try:
-                beside.write_text(json.dumps(card))
-                beside.replace(directory / CARD)
+                with replacing_file(directory / CARD) as file:
+                    file.write(json.dumps(card).encode())
             except OSError as error:  # a full disk ends no training
                 logger.warning("no %s: %s", directory / CARD, error.strerror)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.base.errors import StateError, UsageError
+from diloco.base.files import replacing_file
 from diloco.config.contract import Contract
 from diloco.config.load import load_contract, load_site
 from diloco.config.site import Site
@@ -89,12 +90,10 @@ def remember(directory: Path, site: Site, private: bool) -> None:
     """Write the site's data root to `site.json` in the folder of a peer that enters a run: what is resumed or evaluated
     later finds the same data. With the folder's inode, which disks keep over a remount: a copy, which anybody may have
     made, remembers no data root. And whether the run has a secret (`private`). Raises OSError."""
-    path = directory / SITE_CARD
-    beside = path.with_suffix(".new")
     root = str(Path(site.data.root).absolute())
     card = {"data": {"root": root}, "folder": directory.stat().st_ino, "private": private}
-    beside.write_text(json.dumps(card) + "\n")
-    beside.replace(path)
+    with replacing_file(directory / SITE_CARD) as file:
+        file.write(json.dumps(card).encode() + b"\n")
 
 
 def remembered_private(folder: Path) -> bool:

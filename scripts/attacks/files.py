@@ -30,12 +30,15 @@ from diloco.base.errors import DilocoError
 from diloco.config.contract import Contract, ModelSection
 from diloco.config.load import contract_from_json, load_contract
 from diloco.data import open_dataset
+from diloco.exchange.votes import VOTES
 from diloco.identity.keys import keys_of
 from diloco.island.connections import RankListener
 from diloco.island.slices import Slice
 from diloco.models import build_model
+from diloco.run.door import WRITTEN
 from diloco.run.options import remembered_root
 from diloco.storage import checkpoint
+from diloco.storage.checkpoint import CHECKPOINTS
 from scripts.attacks.victims import PACE, Attack, NotHeld, Victims
 from scripts.environment import our_code
 
@@ -299,6 +302,42 @@ def hostile_texts(folder: Path) -> str:
     return ""
 
 
+def folder_links(folder: Path) -> str:
+    """All entries of a folder given to a person are links, to where another run of that person writes."""
+    mine, given = folder / "mine", folder / "linked"
+    mine.mkdir()
+    given.mkdir()
+    _checkpoint(folder, "p0").parent.rename(mine / CHECKPOINTS)
+    for name in (*WRITTEN, "report.html", "plot.png", "site.new", ".votes.tmp"):
+        if "." in name or name == VOTES:
+            (mine / name).write_text('{"kind": "started", "data": {"root": "."}}')  # as a line it has no end
+        elif name != CHECKPOINTS:
+            (mine / name / "inside").mkdir(parents=True)
+        (given / name).symlink_to(mine / name)
+    before = _contents(mine)
+    commands: list[tuple[str, ...]] = [("export", str(given), "out")]
+    commands += [(name, str(given)) for name in ("report", "audit", "replay", "status", "eval")]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda words: _command(folder, *words), commands))
+    _unchanged(mine, before)
+    if (given / "report.html").is_symlink():
+        raise NotHeld("no report was written")
+    said = _refused(folder, "is a symbolic link", "peer", "--resume", str(given))
+    _unchanged(mine, before)
+    return said
+
+
+def _contents(folder: Path) -> dict[Path, bytes | None]:
+    """All that is in a folder, with the bytes of its files."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def _unchanged(folder: Path, before: dict[Path, bytes | None]) -> None:
+    """Raises NotHeld where a folder has other contents than before."""
+    if changed := {path.relative_to(folder) for path, _ in before.items() ^ _contents(folder).items()}:
+        raise NotHeld(f"written through links: {', '.join(map(str, sorted(changed)))}")
+
+
 def secrets_kept(folder: Path) -> str:
     """Another user of the machine looks for the secret in process lists, folders and logs, also after a crash."""
     with closing(Victims(folder, 2, PACE, secret=SECRET)) as victims:
@@ -408,6 +447,7 @@ def _refused(folder: Path, words: str, *arguments: str) -> str:
 ATTACKS = (
     Attack("checkpoint-path", "giver", checkpoint_path),
     Attack("folder-reads", "giver", folder_reads),
+    Attack("folder-links", "giver", folder_links),
     Attack("contract-reads", "giver", contract_reads),
     Attack("contract-sizes", "giver", contract_sizes),
     Attack("first-step", "giver", first_step),
