@@ -33,7 +33,7 @@ from scripts.attacks import files
 from scripts.attacks.victims import Attack
 from scripts.bench.smalls import commit_of
 
-LONG = [one for one in files.ATTACKS if one.name.startswith(("folder-links", "hostile", "secrets", "launcher"))]
+LONG = [one for one in files.ATTACKS if one.name.startswith(("hostile", "secrets", "launcher"))]
 SHORT = [one for one in files.ATTACKS if one.short and one not in LONG]
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -447,7 +447,7 @@ def _refused(folder: Path, words: str, *arguments: str) -> str:
 ATTACKS = (
     Attack("checkpoint-path", "giver", checkpoint_path),
     Attack("folder-reads", "giver", folder_reads),
-    Attack("folder-links", "giver", folder_links),
+    Attack("folder-links", "giver", folder_links, short=False),
     Attack("contract-reads", "giver", contract_reads),
     Attack("contract-sizes", "giver", contract_sizes),
     Attack("first-step", "giver", first_step),
