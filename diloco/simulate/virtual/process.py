@@ -331,6 +331,8 @@ class SimulatedProcess:
         invariants, gate = self.world.invariants, self.world.invariants.gate
 
         def handled(event: m.Event, now: float) -> list[fx.Effect]:
+            if isinstance(event, m.Saved):
+                invariants.ballots.on_saved(self, event)
             effects = handle(event, now)
             self._seen(effects)
             invariants.conduct.on_event(self, event)

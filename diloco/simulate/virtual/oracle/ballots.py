@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from diloco.base.types import Commit, Member
 from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
+from diloco.protocol.vote import VoteRecord
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.promise import quorum
 
@@ -45,10 +46,16 @@ class SimulatedBallots:
         """Witnesses, and the ballots for which they were asked."""
         self._chosen: dict[str, Ballot] = {}
         """The first that had the votes of a majority, whether or not anybody knew."""
+        self._saves: dict[tuple[int, int], VoteRecord] = {}
+        """By life of a process and number: records on their way to its disk."""
+        self._saved: dict[int, VoteRecord] = {}
+        """By life of a process: the record on its disk."""
 
     def on_effect(self, host: SimulatedProcess, effect: fx.Effect) -> None:
         """Check what a simulated peer is about to send against the rules of the vote."""
         match effect:
+            case fx.Save(number=number, record=record):
+                self._saves[host.life, number] = record
             case fx.Send(_, m.Envelope(body=m.Ready() as ready) as envelope):
                 self._promise(host, envelope, ready)
             case fx.Send(to, m.Envelope(body=m.Propose() as propose)):
@@ -58,6 +65,12 @@ class SimulatedBallots:
                 self._accept(host, accept)
             case fx.Send(_, m.Envelope(body=m.Committed(commit))) | fx.Close(commit):
                 self._decide(host, commit)
+
+    def on_saved(self, host: SimulatedProcess, event: m.Saved) -> None:
+        """Note the record that a simulated disk has from now on."""
+        record = self._saves.pop((host.life, event.number), None)
+        if record is not None and not event.refused:
+            self._saved[host.life] = record
 
     def on_machine(self, host: SimulatedProcess) -> None:
         """Check a simulated coordinator's tally: it sends its own vote to nobody, and counts those that were cast."""
@@ -125,14 +138,19 @@ class SimulatedBallots:
         """Note a simulated promise, by the commit under it: its sender may just have founded a lineage. It binds each
         process on this disk, and those on copies that are made of it later."""
         me, before = envelope.sender, envelope.head
+        there = self._saved.get(host.life)
+        if ready.attempt and (there is None or there.head != before or there.promised < ready.attempt):
+            raise Violation("I1", f"{host.name} promises attempt {ready.attempt}, and its disk does not have that")
         if before:
             promised, place = host.disk.promised, (me.incarnation, before)
-            promised[place] = max(promised.get(place, 0), ready.attempt)
+            if not host.disk.lying:  # else a loss of power may take the promise
+                promised[place] = max(promised.get(place, 0), ready.attempt)
             self._promisers.setdefault((before, ready.attempt), set()).add(me.peer)
 
     def resumes(self, host: SimulatedProcess) -> None:
         """Check that a simulated process knows what the ones before it on this disk promised."""
         life, record = host.machine.me.incarnation, host.machine._acceptor._record
+        self._saved[host.life] = record
         promised = host.disk.promised.get((life, record.head), 0)
         if record.promised < promised:
             what = f"goes on in the vote on {record.head[:8]}, and has forgotten that it promised attempt {promised}"
