@@ -6,6 +6,8 @@ with diloco.join(address, model) as run:   # or diloco.found(contract, model)
     for batch in batches:
         ...                                # your own inner step
         run.step(tokens=batch.numel())     # every H-th call syncs
+        if run.done:
+            break
 """
 
 from __future__ import annotations

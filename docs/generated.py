@@ -201,6 +201,9 @@ def _example(epilog: str) -> str:
 # ---------------------------------------------------------------- exit codes
 
 
+BUG_OR_FINDING = "`audit`, `replay`, `virtual`: something is wrong in the run. Else a bug: please report it"
+
+
 def exit_codes() -> str:
     """Each class of errors with its code."""
     from diloco.base.errors import DilocoError
@@ -208,9 +211,9 @@ def exit_codes() -> str:
     rows: list[Row] = [("0", "", "done, or left in good order")]
     errors: list[type[DilocoError]] = [DilocoError, *DilocoError.__subclasses__()]
     for error in sorted(errors, key=lambda kind: kind.exit_code):
-        meaning = "a bug: please report it" if error is DilocoError else inspect.getdoc(error) or ""
+        meaning = BUG_OR_FINDING if error is DilocoError else inspect.getdoc(error) or ""
         rows.append((str(error.exit_code), f"`{error.__name__}`", meaning))
-    rows.append(("130, 143", "", "ended at once by a second Ctrl-C or SIGTERM"))
+    rows.append(("129, 143", "", "ended at once by a second SIGHUP or SIGTERM; by a second Ctrl-C it is 130"))
     return table(("code", "raised in the library", "meaning"), rows)
 
 

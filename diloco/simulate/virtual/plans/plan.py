@@ -126,7 +126,7 @@ class FaultPlan:
     peers: int = 3
     witnesses: int = 0
     codec: str = "fp32"
-    """Or one for each group of parameters, as `topk/fp16` (`diloco.simulate.virtual.plans.setup.GROUPS`)."""
+    """Or one for each group of parameters, as `topk/fp16`."""
     elements: int = 3000
     """Elements of each of the model's two layers. A part has 1,024 at most."""
     fragments: int = 1
