@@ -26,6 +26,7 @@ from diloco.gossip.swaps import MAX_SERVED, Swap, Swaps, SwapStage
 from diloco.outer.state import TILE_ELEMENTS, FragmentState
 from diloco.protocol.greetings import Acquaintance
 from diloco.protocol.messages import Reply
+from diloco.protocol.roster import MAX_JUMP
 from tests.gossips import contract
 
 NOLOCO = Pairing(0.7, 0.5)
@@ -237,60 +238,71 @@ def names(known: Acquaintances, now_s: float) -> set[str]:
     return {entry.member.peer for entry in known.alive(now_s)}
 
 
+def table(me: Member) -> Acquaintances:
+    return Acquaintances(me, round_tokens=1000)
+
+
+def each_says(known: Acquaintances, now_s: float, *words: Acquaintance) -> None:
+    """Each peer says so itself."""
+    for one in words:
+        known.hear([one], now_s)
+
+
 def test_the_later_word_holds_whoever_passes_it_on() -> None:
-    known = Acquaintances(A)
-    assert known.hear([word(B, 2, 20), word(A, 99, 10**9), word(C, 1, 5)], 100.0) == ["b", "c"]
-    assert known.tokens() == 25  # nobody tells us about ourselves
-    assert known.hear([word(B, 1, 10), word(B, 3, 30)], 100.0) == []
-    assert known.tokens() == 35
+    known = table(A)
+    assert known.hear([word(B, 2, 20), word(A, 99, 10**9), word(C, 1, 5)], 100.0)
+    assert known.answered(C)
+    assert known.tokens(100.0) == 25  # nobody tells us about ourselves
+    assert not known.hear([word(B, 3, 30), word(B, 1, 10), word(C, 1, 3)], 100.0)
+    assert known.tokens(100.0) == 35
     later = replace(B, incarnation=6, address="b:2")
-    known.hear([word(later, 1, 7)], 100.0)
-    assert known.tokens() == 12
+    assert known.hear([word(later, 1, 7)], 100.0)
+    assert known.tokens(100.0) == 12
     assert known.admits(later)
     assert not known.admits(B)
     assert not known.admits(replace(A, incarnation=9))  # our name is ours
 
 
 def test_who_does_not_answer_is_met_again_when_it_says_something_new() -> None:
-    known = Acquaintances(A)
-    known.hear([word(B, 1)], 100.0)
+    known = table(A)
+    each_says(known, 100.0, word(B, 1))
     known.lost("b", 101.0)
     assert names(known, 101.0) == set()
-    known.hear([word(B, 2, age_s=5.0)], 102.0)  # said before that, and passed on
+    each_says(known, 102.0, word(B, 2, age_s=5.0))  # said before that, and passed on
     assert names(known, 102.0) == set()
-    known.hear([word(B, 3)], 103.0)
+    each_says(known, 103.0, word(B, 3))
     assert names(known, 103.0) == {"b"}
-    known.hear([word(B, 4, phase=Phase.LEAVING)], 104.0)
+    each_says(known, 104.0, word(B, 4, phase=Phase.LEAVING))
     assert names(known, 104.0) == set()
 
 
 def test_those_that_fell_silent_are_tried_in_turn() -> None:
-    known = Acquaintances(A)
-    known.hear([word(B, 1), word(C, 1), word(Member("d", 5, "d:1"), 1, phase=Phase.LEAVING)], 100.0)
+    known = table(A)
+    each_says(known, 100.0, word(B, 1), word(C, 1), word(Member("d", 5, "d:1"), 1, phase=Phase.LEAVING))
     assert known.silent(100.0) is None
     known.lost("b", 101.0)
     known.lost("c", 102.0)
     assert known.silent(103.0) == B
     known.lost("b", 103.0)
     assert known.silent(104.0) == C
-    known.hear([word(C, 2)], 105.0)
+    each_says(known, 105.0, word(C, 2))
     assert known.silent(106.0) == B
     assert known.silent(107.0 + acquaintances.FORGET_S) == C  # b was tried after it
 
 
 def test_the_dead_are_forgotten_but_for_their_tokens() -> None:
-    known = Acquaintances(A)
-    known.hear([word(B, 1, 20)], 0.0)
+    known = table(A)
+    each_says(known, 0.0, word(B, 1, 20))
     assert names(known, acquaintances.FORGET_S - 1) == {"b"}
     assert names(known, acquaintances.FORGET_S + 1) == set()
-    assert known.tokens() == 20
+    assert known.tokens(acquaintances.FORGET_S + 1) == 20
     known.swap_s = acquaintances.FORGET_S  # where a swap takes that long, word does, too
     assert names(known, acquaintances.FORGET_S + 1) == {"b"}
 
 
 def test_what_is_told_says_how_old_it_is() -> None:
-    known, other = Acquaintances(A), Acquaintances(C)
-    known.hear([word(B, 1, 20, age_s=3.0)], 100.0)
+    known, other = table(A), table(C)
+    each_says(known, 100.0, word(B, 1, 20, age_s=3.0))
     me, b = known.publish(110.0)
     assert (me.member, me.age_s, b.member, b.age_s) == (A, 0.0, B, 13.0)
     other.hear([me, b], 0.0)
@@ -298,13 +310,141 @@ def test_what_is_told_says_how_old_it_is() -> None:
     assert {entry.member.peer: round(age_s) for entry, age_s, _ in other.everybody(0.0)} == {"a": 0, "b": 13}
 
 
-def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_bounded_and_hearsay_makes_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acquaintances, "MAX_KNOWN", 10)
-    known = Acquaintances(A)
-    known.hear([word(B, 1)], 1000.0)
-    known.hear([word(Member(f"p{number}", 1, "x:1"), 1, age_s=float(number)) for number in range(50)], 1000.0)
+    known = table(A)
+    each_says(known, 1000.0, word(B, 1, age_s=500.0))
+    known.hear([word(C, 1), *(word(Member(f"p{number}", 1, "x:1"), 1) for number in range(50))], 1000.0)
+    assert len(known.everybody(1000.0)) == 10
+    assert names(known, 1000.0) == {"b", "c"}
+    each_says(known, 1000.0, *(word(Member(f"q{number}", 1, "x:1"), 1, age_s=float(number)) for number in range(50)))
     assert len(known.alive(1000.0)) == 10
-    assert "b" in names(known, 1000.0)
+    assert "c" in names(known, 1000.0)
+
+
+def test_a_short_message_has_peers_in_turn() -> None:
+    known, heard = table(A), set[str]()
+    count = 3 * acquaintances.MAX_PUBLISHED - 10
+    each_says(known, 0.0, *(word(Member(f"p{number}", 1, "x:1"), 1) for number in range(count)))
+    for _ in range(3):
+        me, *others = known.publish(0.0)
+        assert me.member == A
+        assert len(others) == acquaintances.MAX_PUBLISHED
+        heard |= {one.member.peer for one in others}
+    assert len(heard) == count
+
+
+# ---------------------------------------------------------------- a member that lies
+
+LIAR = Member("liar", 1, "liar:1")
+LAST = 2**63 - 1
+
+
+def test_greetings_of_one_peer_are_answered_now_and_then() -> None:
+    known = table(A)
+    assert not known.greets_back("b", 0.0)
+    each_says(known, 0.0, word(B, 1), word(C, 1))
+    assert [known.greets_back(peer, 1.0) for peer in "bbc"] == [True, False, True]
+    assert known.greets_back("b", 1.0 + acquaintances.ANSWER_S)
+
+
+def test_hearsay_is_no_partner_counts_nothing_and_goes_no_further() -> None:
+    known = table(A)
+    known.hear([word(LIAR, 1), *(word(Member(f"p{number}", 1, "x:1"), 1, 1000) for number in range(100))], 0.0)
+    assert known.tokens(0.0) == 0
+    assert names(known, 0.0) == {"liar"}
+    assert [one.member.peer for one in known.publish(0.0)] == ["a", "liar"]
+    stranger = known.strangers(0.0)[0]
+    assert not known.answered(replace(stranger, address="y:1"))
+    assert known.answered(stranger)
+    assert known.tokens(0.0) == 1000
+    assert len(known.strangers(0.0)) == 99
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        word(replace(B, incarnation=LAST, address="x:1"), LAST, phase=Phase.LEAVING),
+        word(B, LAST, phase=Phase.LEAVING),
+        word(B, MAX_JUMP, phase=Phase.LEAVING),
+        word(replace(B, address="x:1"), MAX_JUMP),
+        word(B, MAX_JUMP, age_s=1e9),
+    ],
+)
+def test_hearsay_mutes_nobody(lie: Acquaintance) -> None:
+    known = table(A)
+    each_says(known, 0.0, word(B, 3, 100))
+    known.hear([word(LIAR, 1), lie], 1.0)
+    assert known.admits(B)
+    (heard,) = (one for one in known.alive(2.0) if one.member == B)
+    assert heard.member.address == "b:1"
+    assert heard.beat <= 3 + MAX_JUMP
+    each_says(known, 3.0, word(B, 4, 200))
+    mine = known.get("b")
+    assert mine is not None
+    assert (mine.member, mine.member.address, mine.beat, mine.progress.tokens) == (B, "b:1", 4, 200)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_peers_own_word_beats_what_was_heard_of_it_before(lives: bool) -> None:
+    """Whether nothing was known of it, or it was silent for long."""
+    known, now_s = table(A), 0.0
+    if not lives:
+        each_says(known, 0.0, word(B, 3))
+        now_s = acquaintances.FORGET_S + 1
+    known.hear([word(LIAR, 1), word(replace(B, incarnation=LAST), LAST, phase=Phase.LEAVING)], now_s)
+    assert known.admits(B)
+    each_says(known, now_s, word(B, 4))
+    assert "b" in names(known, now_s)
+
+
+def test_a_life_that_never_answered_makes_room_for_an_earlier_one() -> None:
+    known = table(A)
+    known.hear([word(LIAR, 1), word(replace(B, incarnation=LAST), LAST)], 0.0)
+    known.hear([word(C, 1), word(B, 3)], 1.0)
+    assert known.strangers(1.0) == [replace(B, incarnation=LAST)]
+    known.lost("b", 2.0)
+    known.hear([word(C, 2), word(B, 3)], 3.0)
+    assert known.strangers(3.0) == [B]
+
+
+def test_a_later_life_is_known_by_its_own_word_or_when_the_one_before_is_gone() -> None:
+    known, later = table(A), replace(B, incarnation=6, address="b:2")
+    each_says(known, 0.0, word(B, 3, 50))
+    known.hear([word(C, 1), word(later, 1, 70)], 1.0)
+    assert known.tokens(1.0) == 50
+    known.lost("b", 2.0)
+    known.hear([word(C, 2), word(later, 2, 70)], 3.0)
+    assert known.strangers(3.0) == [later]
+    assert known.answered(later)
+    assert known.tokens(3.0) == 70
+    each_says(known, 4.0, word(replace(B, incarnation=7), 1, 90), word(later, 9, 80))
+    assert known.tokens(4.0) == 90
+
+
+def test_one_liars_tokens_are_those_of_so_many_others() -> None:
+    known, most = table(A), acquaintances.MAX_FASTER
+    each_says(known, 0.0, word(LIAR, 1, 2**62))
+    assert known.tokens(0.0) == most * 1000  # a round's, of a peer that has just begun
+    each_says(known, 0.0, word(B, 1, 50_000), word(C, 1, 40_000))
+    assert known.tokens(0.0) == 90_000 + most * 40_000  # the median, this one's 0 among them
+    known.progress = Progress(tokens=60_000)
+    assert known.tokens(0.0) == 90_000 + most * 60_000
+    liar = {one.member.peer: one.progress.tokens for one in known.publish(0.0)}["liar"]
+    assert liar == most * 60_000  # nor does its number go further
+
+
+def test_a_joiner_believes_once_what_the_member_says_whose_weights_it_took() -> None:
+    """A run may have gone on for a month, and nobody else be there."""
+    known, month = table(A), 10**12
+    each_says(known, 0.0, word(C, 2, month))
+    assert known.tokens(0.0) == acquaintances.MAX_FASTER * 1000
+    known.hear([word(B, 1, month), word(C, 1, month), word(Member("dead", 1, "d:1"), 1, month, age_s=1e6)], 1.0, True)
+    assert known.tokens(1.0) == 3 * month
+    known.progress = Progress(tokens=10_000)
+    each_says(known, 2.0, word(B, 2, month + 50_000), word(LIAR, 1, 2**62))
+    assert known.tokens(2.0) >= 3 * month + 50_000
+    assert {one.member.peer for one in known.publish(2.0)} == {"a", "b", "c", "dead", "liar"}
 
 
 # ---------------------------------------------------------------- when it is over

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +22,7 @@ from diloco.base.errors import StateError
 from diloco.base.types import Member, Phase, Progress
 from diloco.compress import open_codecs
 from diloco.config.contract import CodecSection
-from diloco.gossip import swapping
+from diloco.gossip import greeter
 from diloco.gossip.pairing import Pairing, pair_mean, spread
 from diloco.gossip.swaps import Arriving, Swap, SwapStage
 from diloco.observe.screen import status_text
@@ -34,7 +35,7 @@ from diloco.transport.grpc_link import GrpcLink
 from diloco.transport.link import Link, LinkRefused
 from diloco.transport.pace import MAX_STREAMS
 from tests.fronts import drive
-from tests.gossips import ELEMENTS, TOKENS, Gossiper, World
+from tests.gossips import ELEMENTS, TOKENS, Gossiper, World, as_if_answered
 from tests.peers import KEYS, until
 
 FP32 = CodecSection(name="fp32", zstd=False)
@@ -186,6 +187,7 @@ def test_a_joiner_begins_where_another_stands_and_everybody_hears_of_it(make: Ca
     assert c.version == 0
     drive(c.peer.enter())
     partners = lambda: {event["partner"] for event in c.events("swap")}  # noqa: E731
+    assert c.peer.exchange.trusted == ""  # it has heard what others trained, and believes that once
     world.until(lambda: partners() == {"p0", "p1"}, "p2 has met both", a, b, c)
     status = json.loads(c.peer.exchange._ask(c.peer.exchange.on_status).result(10.0))
     assert [entry["peer"] for entry in status["peers"]] == ["p2", "p0", "p1"]
@@ -356,7 +358,7 @@ def test_a_frozen_peer_holds_nobody_up_and_is_met_again_when_it_thaws() -> None:
 
 def test_peers_that_were_cut_off_from_each_other_find_together_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have noticed, so that neither takes the other for alive, and there is no directory to tell."""
-    monkeypatch.setattr(swapping, "SEEK_S", 0.2)
+    monkeypatch.setattr(greeter, "SEEK_S", 0.2)
     world = World(True, 2)
     try:
         a, b = world.peers
@@ -408,6 +410,7 @@ class Stranger:
     def __init__(self, victim: Gossiper) -> None:
         self.victim, exchange = victim, victim.peer.exchange
         self.me = Member("stranger", 1, "127.0.0.1:1")
+        as_if_answered(exchange, self.me)
         terms = exchange.terms
         self.envelope = Envelope(
             terms.run, terms.contract, exchange.lineage, self.me, 5, 0, 0, "", 1, Invite(1, self.word())
@@ -573,6 +576,97 @@ def test_who_asks_and_falls_silent_is_given_up(stranger: Stranger) -> None:
     assert not victim.peer.exchange.busy
 
 
+def greets(victim: Gossiper, member: Member, tokens: int = 0, *hearsay: Member) -> None:
+    """A member greets the victim in this name, with so many tokens for all."""
+    exchange = victim.peer.exchange
+    progress = Progress(phase=Phase.TRAINING, tokens=tokens)
+    terms, known = exchange.terms, tuple(Acquaintance(one, 1, progress) for one in (member, *hearsay))
+    envelope = Envelope(
+        terms.run, terms.contract, exchange.lineage, member, 0, 0, 0, "", 1, Greeting(known, answer=False)
+    )
+    greeting = asyncio.run_coroutine_threadsafe(exchange.on_envelope(envelope), exchange._loop)
+    assert greeting.result(10.0) is Reply.OK
+
+
+def test_a_flood_of_made_up_names_dials_a_bystander_seldom_and_keeps_no_connection(stranger: Stranger) -> None:
+    victim, dialled = stranger.victim, Counter[str]()
+
+    async def bystander(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dialled["all"] += 1
+        writer.close()
+
+    async def flood() -> None:
+        async with await asyncio.start_server(bystander, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            for number in range(300):
+                await asyncio.to_thread(greets, victim, Member(f"j{number}", 1, f"127.0.0.1:{port}"), 2**40)
+            exchange = victim.peer.exchange
+            while exchange.lives._asking:
+                await asyncio.sleep(0.01)
+            assert isinstance(exchange.link, GrpcLink)
+            assert not exchange.link._connections
+
+    asyncio.run(asyncio.wait_for(flood(), 20))
+    assert 0 < dialled["all"] < 300
+    assert victim.peer.exchange.acquaintances.everybody(monotonic_s()) == []
+    assert victim.peer.exchange.others_tokens == 0
+
+
+def test_who_gives_the_address_of_another_is_not_heard(make: Callable[..., World]) -> None:
+    a, b = make(2).peers
+    exchange, came = a.peer.exchange, Counter[str]()
+    take = b.peer.exchange.on_envelope
+
+    async def watched(envelope: Envelope) -> Reply:
+        came[type(envelope.body).__name__] += 1
+        return await take(envelope)
+
+    b.peer.exchange.on_envelope = watched  # type: ignore[method-assign]
+    liar = Member("liar", 1, b.peer.address)
+    greets(a, liar, 2**40)
+    until(lambda: ("liar", 1, b.peer.address) in exchange.lives._unanswered, "a has asked", 5.0)
+    exchange.greet(Member("another", 1, b.peer.address))  # as the directory may name one
+    until(lambda: ("another", 1, b.peer.address) in exchange.lives._unanswered, "a has asked", 5.0)
+    until(lambda: not exchange.lives._asking, "b has said its name", 5.0)
+    assert exchange.acquaintances.get("liar") is None
+    assert not came
+    assert exchange.others_tokens == 0
+
+
+def test_the_table_of_a_stranger_is_not_kept_while_it_is_asked(make: Callable[..., World]) -> None:
+    a, b = make(2).peers
+    exchange, ghost = a.peer.exchange, Member("ghost", 1, "127.0.0.1:1")
+    exchange.lives._answers.clear()
+    greets(a, b.peer.exchange.me, 0, ghost)
+    until(lambda: exchange.lives.met(b.peer.exchange.me, 0), "b has answered", 5.0)
+    assert exchange.acquaintances.get("ghost") is None
+    greets(a, b.peer.exchange.me, 0, ghost)
+    until(lambda: exchange.acquaintances.get("ghost"), "now it is heard", 5.0)
+
+
+def test_one_liars_number_does_not_end_the_run(stranger: Stranger) -> None:
+    victim = stranger.victim
+    victim.step()
+    greets(victim, stranger.me, 2**40)
+    until(lambda: victim.peer.exchange.others_tokens, "it is heard", 5.0)
+    assert victim.peer.position() < victim.peer.contract.run.total_tokens
+    assert not victim.peer.finishing
+
+
+def test_who_invites_unknown_is_asked_first(make: Callable[..., World]) -> None:
+    """Its weights would be averaged, and ours go to an address of which nobody knows whose it is."""
+    a, b = make(2).peers
+    exchange = a.peer.exchange
+    exchange.lives._answers.clear()
+    word = Acquaintance(b.peer.exchange.me, 10**6, Progress(phase=Phase.TRAINING))
+    terms = exchange.terms
+    invite = Envelope(terms.run, terms.contract, exchange.lineage, word.member, 0, 0, 0, "", 1, Invite(1, word))
+    ask = lambda: asyncio.run_coroutine_threadsafe(exchange.on_envelope(invite), exchange._loop).result(5.0)  # noqa: E731
+    assert ask() is Reply.BUSY
+    until(lambda: exchange.lives.met(word.member, 0), "b has answered", 5.0)
+    assert ask() is Reply.OK
+
+
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -594,7 +688,7 @@ def test_a_peer_comes_back_with_all_it_had(make: Callable[..., World], tmp_path:
     assert again.peer.line.trained.tokens == a.peer.line.trained.tokens
     drive(again.peer.enter())
     world.until(lambda: again.version > version, "it swaps again", again, b)
-    assert b.peer.exchange._ask(b.peer.exchange.acquaintances.tokens).result(10.0) >= tokens
+    assert b.peer.exchange._ask(lambda: b.peer.exchange.acquaintances.tokens(monotonic_s())).result(10.0) >= tokens
 
 
 def test_a_partner_has_so_many_streams_here_and_no_more(make: Callable[..., World]) -> None:
@@ -602,6 +696,7 @@ def test_a_partner_has_so_many_streams_here_and_no_more(make: Callable[..., Worl
     exchange = make(1).peers[0].peer.exchange
     liar, terms = Member("liar", 1, "127.0.0.1:9"), exchange.terms
     word = Acquaintance(liar, 1, Progress(), -1.0)
+    as_if_answered(exchange, liar)
 
     async def nothing() -> AsyncIterator[Part]:
         await asyncio.sleep(60.0)

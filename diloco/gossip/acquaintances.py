@@ -1,45 +1,74 @@
 """The table of the peers that one peer knows under gossip, with the latest word of each. Pure: times are arguments.
 
 There is no view that all agree on, and no heartbeat to all. Whenever two peers exchange messages, each passes on its
-whole table, so that word of one peer reaches n others within about log n swaps. Each word carries its age; clocks are
-not compared. The table is bounded.
+table, so that word of one peer reaches n others within about log n swaps. Each word carries its age; clocks are not
+compared. The table is bounded.
+
+A word is hearsay unless its own peer says it. Hearsay makes nobody a partner and counts no tokens, before that life has
+answered at its address. It does not pass for more than a peer's own word, and nobody is believed to leave by it.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import median_low
 from typing import Any
 
 from diloco.base.types import Member, Phase, Progress
 from diloco.protocol.greetings import Acquaintance
+from diloco.protocol.roster import MAX_JUMP
 
 MAX_KNOWN = 4095
-"""Other peers in the table: with this peer as many as one message may hold. Beyond it the longest unheard go."""
+"""Other peers in the table. Beyond it the longest unheard go, first those that never answered."""
+MAX_PUBLISHED = 255
+"""Other peers in one message. Where more are known they take turns: a short greeting costs no long answer."""
+ANSWER_S = 0.25
+"""Least seconds between two answers to greetings of one peer."""
 FORGET_S = 600.0
 FORGET_SWAPS = 32
 """A peer counts as dead when no news of it came for `FORGET_S`, and for the time of so many swaps of ours: news comes
 with swaps, and a large model's may take hours."""
+MAX_FASTER = 16
+"""A peer counts for at most so many times the tokens of this one, or of the median peer. Nobody can check what another
+trained, and one that lies would end the run alone. Peers are alike within that, or the run goes on for longer."""
 
 
 @dataclass(slots=True)
 class _Known:
     word: Acquaintance
     said_at_s: float
-    lost_at_s: float = float("-inf")
+    own: bool
+    """The word came from its peer itself, and is no hearsay."""
+    answered: bool
+    """This life has answered at its address."""
+    lost_at_s: float = -math.inf
     """When it last failed to answer."""
+    vouched: int | None = None
+    """Tokens of this peer by the member whose weights this one took. None: that said nothing of it."""
+    greeted_at_s: float = -math.inf
+    """When a greeting of it was last answered."""
+
+    @property
+    def sure(self) -> bool:
+        """Whether more than hearsay says that there is such a peer."""
+        return self.answered or self.vouched is not None
 
 
 class Acquaintances:
     """The table. Names are not authenticated: a member of the run can lie about other peers."""
 
-    def __init__(self, me: Member) -> None:
+    def __init__(self, me: Member, round_tokens: int) -> None:
+        """`round_tokens`: of a peer between two swaps, by the contract."""
         self.me = me
         self.progress = Progress()
         self.spread = -1.0
         self.swap_s = 0.0
         """Mean seconds from one swap of this peer to the next."""
-        self._beat = 0
+        self._round_tokens = round_tokens
+        self._beat = self._turn = 0
         self._known: dict[str, _Known] = {}
 
     def myself(self) -> Acquaintance:
@@ -48,27 +77,80 @@ class Acquaintances:
         return Acquaintance(self.me, self._beat, self.progress, self.spread)
 
     def publish(self, now_s: float) -> tuple[Acquaintance, ...]:
-        """The whole table of acquaintances, for another peer: this one first."""
-        others = (replace(entry.word, age_s=max(now_s - entry.said_at_s, 0.0)) for entry in self._known.values())
+        """The table of acquaintances, for another peer: this one first."""
+        sure = [entry for entry in self._known.values() if entry.sure]
+        if len(sure) > MAX_PUBLISHED:
+            self._turn = (self._turn + MAX_PUBLISHED) % len(sure)
+            sure = (sure + sure)[self._turn : self._turn + MAX_PUBLISHED]
+        most = self._most_tokens(now_s)
+        others = (
+            replace(
+                entry.word,
+                age_s=max(now_s - entry.said_at_s, 0.0),
+                progress=replace(entry.word.progress, tokens=_counted(entry, most)),
+            )
+            for entry in sure
+        )
         return (self.myself(), *others)
 
-    def hear(self, words: Sequence[Acquaintance], now_s: float) -> list[str]:
-        """Enter the words that another peer passed on. Returns the peers that are new here."""
-        new = []
-        for word in words:
-            member, known = word.member, self._known.get(word.member.peer)
-            if member.peer == self.me.peer:
-                continue
-            if known is None:
-                new.append(member.peer)
-            elif (member.incarnation, word.beat) <= (known.word.member.incarnation, known.word.beat):
-                continue  # no newer than what is known
-            same_life = known is not None and known.word.member == member
-            lost_at_s = known.lost_at_s if known is not None and same_life else float("-inf")
-            self._known[member.peer] = _Known(word, now_s - word.age_s, lost_at_s)
-        if len(self._known) > MAX_KNOWN:
-            self._known = dict(sorted(self._known.items(), key=lambda item: item[1].said_at_s)[-MAX_KNOWN:])
-        return [peer for peer in new if peer in self._known]
+    def hear(self, words: Sequence[Acquaintance], now_s: float, trusted: bool = False) -> bool:
+        """Enter the words of a peer that has answered at its address: the first is of itself. Returns whether it is new
+        here. `trusted`: this peer took its weights, and takes at face value what it says that others have trained."""
+        is_new = not self._has_answered(words[0].member)
+        for place, word in enumerate(words):
+            self._enter(word, now_s, own=place == 0)
+            if trusted and (known := self._known.get(word.member.peer)) is not None:
+                known.vouched = word.progress.tokens
+        excess = len(self._known) - MAX_KNOWN
+        for peer in heapq.nsmallest(excess, self._known, key=self._worth):
+            del self._known[peer]
+        return is_new and self._has_answered(words[0].member)
+
+    def _enter(self, word: Acquaintance, now_s: float, own: bool) -> None:
+        member, known = word.member, self._known.get(word.member.peer)
+        if member.peer == self.me.peer:
+            return
+        said_at_s = now_s - word.age_s
+        if known is None:
+            self._known[member.peer] = _Known(word, said_at_s, own, answered=own)
+        elif not self._is_news(word, known, own, now_s):
+            return
+        elif known.word.member != member:
+            self._known[member.peer] = _Known(word, said_at_s, own, answered=own, vouched=known.vouched)
+        else:
+            if known.answered and not own:  # hearsay moves nobody to another address
+                word = replace(word, member=known.word.member)
+            known.word, known.own, known.answered = word, own, own or known.answered
+            known.said_at_s = max(known.said_at_s, said_at_s)
+
+    def _is_news(self, word: Acquaintance, known: _Known, own: bool, now_s: float) -> bool:
+        """Whether a word takes the place of the one that is known of its peer."""
+        lives, before = self._lives(known, now_s), known.word.member
+        if word.member == before:  # one lie with the last number there is would make all later words old
+            most = MAX_JUMP if lives else math.inf
+            return (own and not known.own) or 0 < word.beat - known.word.beat <= most
+        later = word.member.incarnation > before.incarnation
+        if known.answered:
+            return later and (own or not lives)
+        return later or own or not lives
+
+    def _worth(self, peer: str) -> tuple[bool, float]:
+        """For the order in which peers make room for others."""
+        entry = self._known[peer]
+        return entry.sure, entry.said_at_s
+
+    def answered(self, member: Member) -> bool:
+        """Note that a life has answered at its address. Returns whether that is news here."""
+        known = self._known.get(member.peer)
+        here = known is not None and known.word.member == member and known.word.member.address == member.address
+        if known is None or not here or known.answered:
+            return False
+        known.answered, known.lost_at_s = True, -math.inf
+        return True
+
+    def _has_answered(self, member: Member) -> bool:
+        known = self._known.get(member.peer)
+        return known is not None and known.answered and known.word.member == member
 
     def lost(self, peer: str, now_s: float) -> None:
         """Note that a peer did not answer, or answered nonsense. It is not met again before a newer word of it."""
@@ -76,9 +158,19 @@ class Acquaintances:
             self._known[peer].lost_at_s = now_s
 
     def admits(self, member: Member) -> bool:
-        """Whether to listen to a sender: not to an earlier life of a known peer, nor to one with this peer's name."""
+        """Whether to listen to a sender: not to one with this peer's name, nor to an earlier life of a peer than one
+        that has answered."""
         known = self._known.get(member.peer)
-        return member.peer != self.me.peer and (known is None or member.incarnation >= known.word.member.incarnation)
+        earlier = known is not None and known.answered and member.incarnation < known.word.member.incarnation
+        return member.peer != self.me.peer and not earlier
+
+    def greets_back(self, peer: str, now_s: float) -> bool:
+        """Whether a greeting of this peer is to be answered now, as it is from now on for a while no more."""
+        known = self._known.get(peer)
+        if known is None or now_s - known.greeted_at_s < ANSWER_S:
+            return False
+        known.greeted_at_s = now_s
+        return True
 
     def get(self, peer: str) -> Acquaintance | None:
         """The latest word of an acquaintance."""
@@ -86,27 +178,42 @@ class Acquaintances:
         return known.word if known is not None else None
 
     def everybody(self, now_s: float) -> list[tuple[Acquaintance, float, bool]]:
-        """All other peers, the dead included: the word of each, its age in seconds, and whether the peer lives."""
-        return [(entry.word, now_s - entry.said_at_s, self._lives(entry, now_s)) for entry in self._known.values()]
+        """All other peers, the dead included: the word of each, its age in seconds, and whether the peer answered and
+        lives."""
+        entries = self._known.values()
+        return [(one.word, now_s - one.said_at_s, one.answered and self._lives(one, now_s)) for one in entries]
 
     def alive(self, now_s: float) -> list[Acquaintance]:
         """The other peers that may be met for a swap."""
         return [word for word, _, lives in self.everybody(now_s) if lives]
 
+    def strangers(self, now_s: float) -> list[Member]:
+        """Peers that live by hearsay, and are yet to answer."""
+        entries = self._known.values()
+        return [one.word.member for one in entries if not one.answered and self._lives(one, now_s)]
+
     def silent(self, now_s: float) -> Member | None:
         """The peer that was tried longest ago, among those that do not live and did not announce that they leave."""
-        entries = self._known.values()
-        gone = [one for one in entries if not self._lives(one, now_s) and one.word.progress.phase != Phase.LEAVING]
+        entries = [one for one in self._known.values() if one.sure and one.word.progress.phase != Phase.LEAVING]
+        gone = [one for one in entries if not self._lives(one, now_s)]
         return min(gone, key=lambda one: one.lost_at_s).word.member if gone else None
 
-    def tokens(self) -> int:
-        """Tokens trained by all other peers, the dead included, as far as this peer knows."""
-        return sum(entry.word.progress.tokens for entry in self._known.values())
+    def tokens(self, now_s: float) -> int:
+        """Tokens trained by all other peers, the dead included, as far as this peer knows and believes."""
+        most = self._most_tokens(now_s)
+        return sum(_counted(entry, most) for entry in self._known.values() if entry.sure)
+
+    def _most_tokens(self, now_s: float) -> int:
+        """Tokens for which a peer counts at most, beside those that were vouched for (`MAX_FASTER`)."""
+        others = [one for one in self._known.values() if one.answered and self._lives(one, now_s)]
+        mine = self.progress.tokens
+        median = median_low([mine, *(one.word.progress.tokens for one in others)])
+        return MAX_FASTER * max(mine, median, self._round_tokens)
 
     def _lives(self, entry: _Known, now_s: float) -> bool:
         patience_s = max(FORGET_S, FORGET_SWAPS * self.swap_s)
         heard = entry.said_at_s > entry.lost_at_s and now_s - entry.said_at_s <= patience_s
-        return heard and entry.word.progress.phase != Phase.LEAVING
+        return heard and not (entry.own and entry.word.progress.phase == Phase.LEAVING)
 
     def status(self, reason: str, now_s: float) -> dict[str, Any]:
         """The table as JSON for `diloco status`, with the names of `status_json`. Each peer has a version of its
@@ -119,7 +226,7 @@ class Acquaintances:
             "founded": True,
             "version": self.progress.version,
             "state_digest": "",
-            "tokens": self.progress.tokens + self.tokens(),
+            "tokens": self.progress.tokens + self.tokens(now_s),
             "answering": self.me.peer,
             "reason": reason,
             "spread": self.spread if self.spread >= 0 else None,
@@ -137,3 +244,7 @@ class Acquaintances:
                 for word, age_s, lives in everybody
             ],
         }
+
+
+def _counted(entry: _Known, most: int) -> int:
+    return min(entry.word.progress.tokens, most + (entry.vouched or 0))

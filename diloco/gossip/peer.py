@@ -30,8 +30,9 @@ from diloco.base.memory import empty_as
 from diloco.base.types import Member, Phase, Progress
 from diloco.compress import PayloadError
 from diloco.compress.codec import magnitude
+from diloco.gossip.greeter import GossipTerms
 from diloco.gossip.pairing import CountedWeights, Pairing, Settling, check_partner, pair_mean, settle, spread
-from diloco.gossip.swapping import GossipTerms, Swapping
+from diloco.gossip.swapping import Swapping
 from diloco.gossip.swaps import Agreed, Failed, Here, Swap
 from diloco.island.bridge import Bridge, Led
 from diloco.observe.event_log import Events
@@ -163,8 +164,7 @@ class GossipPeer:
         self.report(phase=Phase.WAITING, version=self.version)
         self.exchange.state = self.line.state
         if welcome is not None:
-            self.exchange.greet(welcome.members[0])
-            self.exchange.meet(welcome.members[1:])
+            self.exchange.join(welcome.members)
         self._presence = self.endpoint.appear(self.exchange)
         self.events.emit(ViewChanged(self.version, (self.name,)))
         self.events.emit(Listening(self.address, self.ticket))

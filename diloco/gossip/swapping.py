@@ -20,8 +20,7 @@ import json
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -29,20 +28,17 @@ from diloco.base.clock import monotonic_s
 from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Member
 from diloco.compress import PayloadError
-from diloco.config.contract import Contract
-from diloco.config.site import Site
 from diloco.exchange.archive import Backlog, Snapshots, make_offer
-from diloco.exchange.background import ExchangeTasks
 from diloco.exchange.statesync import download
 from diloco.exchange.terms import max_part_bytes
-from diloco.gossip.acquaintances import Acquaintances
+from diloco.gossip.greeter import GossipTerms, Greeter
 from diloco.gossip.swaps import Agreed, Arriving, Failed, Here, Outgoing, Swap, Swaps, SwapStage
-from diloco.observe.events import Event, Remark, StateCopying, ViewChanged
+from diloco.observe.events import Event, StateCopying
 from diloco.outer.line import Line
 from diloco.outer.state import OuterState
 from diloco.peer.terms import serve_bps_of
 from diloco.protocol import messages as m
-from diloco.protocol.greetings import Acquaintance, Greeting, Invite
+from diloco.protocol.greetings import Greeting, Invite
 from diloco.protocol.roster import Admission
 from diloco.protocol.streams import Kind, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.endpoint import Runtime
@@ -57,48 +53,24 @@ STREAM_PAUSE_S = 0.1
 MAX_STEP_S = 60.0
 """Longest inner step of a partner that we wait for: it serves a swap between two of them, and claims their pace."""
 TICKS_PER_STALL = 8
-SEEK_S = 10.0
-"""Seconds between two greetings of peers that fell silent, one at a time."""
-MAX_GREETED = 8
-"""Peers greeted of those that the directory names."""
 MAX_WELCOMED = 64
 """Members in a welcome. The first one that a joiner greets passes on the others."""
-
-
-@dataclass(frozen=True)
-class GossipTerms:
-    """Settings from contract and site that swapping needs."""
-
-    agreed: Contract
-    site: Site
-    run: str
-    contract: str
-    """Digest of the contract."""
-    data: str
-    """Fingerprint of the training data; empty when each peer has its own."""
 
 
 News = Agreed | Here | Failed
 
 
-class Swapping(ExchangeTasks):
+class Swapping(Greeter):
     """The exchange of one peer under gossip: its swaps, and its answers to other peers."""
 
     def __init__(
         self, me: Member, terms: GossipTerms, line: Line, runtime: Runtime, lineage: str, emit: Callable[[Event], None]
     ) -> None:
-        """`line`: of the training thread, and only read here. `lineage`: the founder's own, or that of the member that
-        welcomed us. `emit`: records an event, from any thread."""
-        super().__init__(runtime.loop)
-        self.terms, self.link, self.lineage = terms, runtime.link, lineage
-        self._line, self._emit, self._contract_json = line, emit, terms.agreed.to_json().encode()
+        """As for `Greeter`."""
+        super().__init__(me, terms, line, runtime, lineage, emit)
+        self._contract_json = terms.agreed.to_json().encode()
         self.directory: tuple[str, ...] = ()
         self.max_part_bytes = max_part_bytes(line.layout, line.codecs)
-        self.acquaintances = Acquaintances(me)
-        self.others_tokens = 0
-        """Tokens trained by all others, as far as this peer knows."""
-        self._alive: Sequence[Acquaintance] = ()
-        self.reason = ""
         self._fragment, self._stall_s = line.layout.fragments[0], terms.site.timeouts.stall_s
         self._swaps = Swaps(me.peer)
         self._admission = Admission(terms.run, terms.contract)
@@ -109,7 +81,6 @@ class Swapping(ExchangeTasks):
         self._answer: Outgoing | None = None
         """The weights that answered the last swap that we followed, for a leader that asks again."""
         self._offences: Counter[str] = Counter()
-        self._sequence = 0
         self.state: OuterState | None = None
         """The outer state that joiners are offered. The training thread sets it."""
         self._snapshots = Snapshots(Backlog(0, 0), terms.site.timeouts.stall_s)
@@ -120,11 +91,6 @@ class Swapping(ExchangeTasks):
         """Local time at which bytes of a state last came here."""
 
     # ------------------------------------------------------------ for the training side (any thread)
-
-    @property
-    def me(self) -> Member:
-        """This life of this peer, as its partners see it."""
-        return self.acquaintances.me
 
     @property
     def version(self) -> int:
@@ -147,30 +113,6 @@ class Swapping(ExchangeTasks):
         """End the tasks that swap. The link and the server are the caller's."""
         self._end_tasks()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def alive(self) -> Sequence[Acquaintance]:
-        """The other peers that may be met for a swap."""
-        return self._alive
-
-    @property
-    def alone(self) -> bool:
-        """Whether this peer knows no other that lives to swap with."""
-        return not self._alive
-
-    @property
-    def others(self) -> Sequence[Member]:
-        """The other peers that live, as far as this one knows by gossip."""
-        return [word.member for word in self._alive]
-
-    def meet(self, members: Sequence[Member]) -> None:
-        """Greet peers that a welcome or the directory names, unless they are known."""
-        strangers = [one for one in members if one.peer != self.me.peer and self.acquaintances.get(one.peer) is None]
-        for stranger in strangers[:MAX_GREETED]:
-            self.greet(stranger)
-
-    def greet(self, member: Member) -> None:
-        """Exchange tables of acquaintances with this peer."""
-        self._call(lambda: self._spawn(self._greet(member, answer=False)))
 
     def invite(self, member: Member) -> None:
         """Lead a swap with this peer, if we are in none. `news` has the outcome."""
@@ -206,6 +148,7 @@ class Swapping(ExchangeTasks):
             if done_bytes == total_bytes:
                 self._emit(StateCopying(done_bytes, total_bytes))
 
+        self.trusted = source
         layout, optimizer = self._line.layout, self._line.optimizer
         copy = download(self.link, lambda: [source], local, layout, optimizer, self._stall_s, progress=progress)
         return self._start_task(copy)
@@ -213,47 +156,15 @@ class Swapping(ExchangeTasks):
     # ------------------------------------------------------------ the loop's thread from here on
 
     async def _tick_for_ever(self) -> None:
-        sought_s = monotonic_s()
         while True:
             now_s = monotonic_s()
             if (overdue := self._swaps.overdue(now_s)) is not None:
                 self._lose(overdue.partner.peer)
                 self._fail(overdue, f"no weights from {overdue.partner.peer} in time")
             self._refresh()
-            # After a cut that both sides noticed neither would ask the other again, and each would train on alone.
-            if now_s - sought_s >= SEEK_S and (member := self.acquaintances.silent(now_s)) is not None:
-                sought_s = now_s
-                self.acquaintances.lost(member.peer, now_s)  # it is another's turn next time
-                self._spawn(self._look_for(member))
+            self._seek(now_s)
             self._snapshots.forget(0, now_s)  # no version closes, upon which it would be looked at
             await asyncio.sleep(self._stall_s / TICKS_PER_STALL)
-
-    async def _look_for(self, member: Member) -> None:
-        """Greet an acquaintance that fell silent."""
-        known = self.acquaintances.publish(monotonic_s())
-        with suppress(LinkDown, LinkSlow, LinkRefused):  # it is still away, which is no news
-            await self.link.deliver(member.address, self._envelope(Greeting(known, answer=False)))
-
-    def _note(self, reason: str, routine: bool = False) -> None:
-        if reason != self.reason:
-            self.reason = reason
-            self._emit(Remark(reason, routine))
-
-    def _hear(self, words: Sequence[Acquaintance]) -> None:
-        new = self.acquaintances.hear(words, monotonic_s())
-        self._refresh()
-        if new:
-            self._emit(ViewChanged(self._line.state.version, tuple(new)))
-
-    def _lose(self, peer: str) -> None:
-        """Meet this peer no more before a newer word of it: it does not answer, or answers nonsense."""
-        self.acquaintances.lost(peer, monotonic_s())
-        self._refresh()
-
-    def _refresh(self) -> None:
-        """Update what the training thread reads of acquaintances: it never waits for this thread."""
-        self._alive = self.acquaintances.alive(monotonic_s())
-        self.others_tokens = self.acquaintances.tokens()
 
     def _patience_s(self, peer: str) -> float:
         """Seconds to wait until a partner is between two inner steps, and then some. A peer whose pace is not known yet
@@ -262,30 +173,6 @@ class Swapping(ExchangeTasks):
         pace = (word.progress.pace if word is not None else 0.0) or self.acquaintances.progress.pace
         step_s = self.terms.agreed.tokens_per_step / pace if pace > 0 else 0.0
         return self._stall_s + 2 * min(step_s, MAX_STEP_S)
-
-    # ------------------------------------------------------------ talking
-
-    def _envelope(self, body: m.Body) -> m.Envelope:
-        self._sequence += 1
-        return m.Envelope(self.terms.run, self.terms.contract, self.lineage, self.me, 0, 0, 0, "", self._sequence, body)
-
-    async def _deliver(self, member: Member, body: m.Body) -> m.Reply | None:
-        """Deliver one gossip message. Returns the member's reply; None: it gave none, and is not met again for now."""
-        try:
-            reply = await self.link.deliver(member.address, self._envelope(body))
-        except LinkRefused as error:
-            reply = error.reply
-        except (LinkDown, LinkSlow) as error:
-            self._lose(member.peer)
-            self._note(f"{member.peer} does not answer: {type(error).__name__}", routine=True)
-            return None
-        if reply not in (m.Reply.OK, m.Reply.BUSY, m.Reply.STALE):
-            self._lose(member.peer)
-            self._note(f"{member.peer} refuses: {reply.name}")
-        return reply
-
-    async def _greet(self, member: Member, answer: bool) -> None:
-        await self._deliver(member, Greeting(self.acquaintances.publish(monotonic_s()), answer))
 
     def _invite(self, member: Member) -> None:
         if (swap := self._swaps.lead(member)) is not None:  # at once, not in the task: `busy` must hold from now on
@@ -383,13 +270,14 @@ class Swapping(ExchangeTasks):
             return reply
         match body:
             case Greeting(known, answer) if known and known[0].member == sender:
-                self._hear(known)
-                if not answer:
-                    self._spawn(self._greet(sender, answer=True))
+                self._spawn(self._greeted(known, answer))
                 return m.Reply.OK
             case Invite(number, word) if word.member == sender:
+                if not self.lives.met(word.member, 0):
+                    self._spawn(self._greeted([word], answer=True))
+                    return m.Reply.BUSY  # by its next invitation it has answered, or our weights would go nowhere
                 self._hear([word])
-                return self._swaps.invited(sender, number, monotonic_s(), self._patience_s(sender.peer))
+                return self._swaps.invited(word.member, number, monotonic_s(), self._patience_s(sender.peer))
         return m.Reply.MALFORMED
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
@@ -402,7 +290,8 @@ class Swapping(ExchangeTasks):
             return await self._take(header, parts)
 
     async def _take(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
-        self._hear(header.known)
+        if self.lives.met(header.known[0].member, 0):  # others are in no swap
+            self._hear(header.known)
         if header.kind is Kind.WEIGHTS and self._swaps.has_served(header.sender, header.height):
             if self._answer is None or not self._answer.swap.led_by(header.sender, header.height):
                 return m.Reply.STALE
