@@ -648,10 +648,9 @@ def begun(machine: OnPaper, *receivers: Member) -> m.Begin:
     return began
 
 
-def test_the_mean_goes_to_no_address_that_only_a_coordinator_names() -> None:
-    stranger = Member("s", 1, "bystander:1")
-    receivers = begun(standing(7), A, B, replace(C, address="bystander:2"), stranger).receivers
-    assert [(one.peer, one.address) for one in receivers] == [(one.peer, one.address) for one in (A, B, C)]
+def test_the_mean_goes_to_no_stranger_that_only_a_coordinator_names() -> None:
+    strangers = [Member(f"s{number}", 1, f"bystander:{number}") for number in range(3)]
+    assert begun(standing(7), A, B, C, *strangers, replace(C, incarnation=77)).receivers == (A, B, C)
 
 
 def test_a_repair_leaves_somebody() -> None:

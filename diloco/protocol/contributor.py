@@ -190,7 +190,7 @@ class Contributor:
             return
         if sender != seat_after(head, body.attempt) or me not in body.receivers or me.witness:
             return
-        body = replace(body, receivers=self.membership.located(body.receivers))  # a liar's may be anybody's addresses
+        body = replace(body, receivers=self.membership.expected(body.receivers))  # a liar may name any addresses
         members = [member.peer for member in head.view]
         lies = (why_not_counted(entry, head, self._rules.bounds) for entry in body.contributors)
         if any(lies) or not well_formed(body, self._rules.parts[self.chain.fragment], members):

@@ -113,10 +113,9 @@ class Membership:
             (one, one.address) == (member, member.address) for one in self.chain.view
         )
 
-    def located(self, members: Sequence[Member]) -> tuple[Member, ...]:
-        """Those of these members that calls may go to, at the addresses that are known here."""
-        known = map(self.roster.latest, members)
-        return tuple(one for one in known if one == self.me or self.may_call(one))
+    def expected(self, members: Sequence[Member]) -> tuple[Member, ...]:
+        """Those of these that calls may go to: members, wherever another found them, and who is known here."""
+        return tuple(one for one in members if one == self.me or self.is_member(one) or self.may_call(one))
 
     def newcomers(self) -> list[Member]:
         """Joiners on the roster for the next view: at this version, or so near that commits bring them there."""
