@@ -18,6 +18,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from diloco.base.files import Disk
+from diloco.protocol.vote import VoteRecord
 from diloco.simulate.virtual.ranks.threads import Died
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class SimulatedDisk:
         """Version and commit to which that checkpoint and the log must lead."""
         self.promised: dict[tuple[int, str], int] = {}
         """The latest attempt that a voter on it has promised, by its life and the commit that it stood on."""
+        self.bound: dict[int, VoteRecord] = {}
+        """By life: the last record of what binds it that the disk took."""
         self.put_away: list[Path] = []
         """Folders of disks that were taken out."""
         self._owed_s = 0.0
@@ -270,6 +273,7 @@ class SimulatedDisk:
         """A copy of this disk in another machine."""
         other = self._successor()
         other.saved, other.damaged, other.promised = [*self.saved], self.damaged, {**self.promised}
+        other.bound = {**self.bound}
         if self.folder.exists():
             shutil.copytree(self.folder, other.folder)
             other.settle()

@@ -39,6 +39,10 @@ class SimulatedBallots:
         self._led: set[tuple[str, int]] = set()
         """Attempts in which something was proposed."""
         self._votes: dict[str, dict[Ballot, set[str]]] = {}
+        self._boots: dict[str, dict[str, int]] = {}
+        """By commit: the process with which each peer voted for it last."""
+        self._leaders: dict[tuple[str, int], int] = {}
+        """By commit before and attempt: life of the process that leads it."""
         self._decided: set[str] = set()
         self._since: dict[tuple[int, int, str], float] = {}
         """When, by its own clock, a life of a coordinator first had a ballot."""
@@ -58,7 +62,11 @@ class SimulatedBallots:
                 self._saves[host.life, number] = record
             case fx.Send(_, m.Envelope(body=m.Ready() as ready) as envelope):
                 self._promise(host, envelope, ready)
-            case fx.Send(to, m.Envelope(body=m.Propose() as propose)):
+            case fx.Send(_, m.Envelope(body=m.Begin() as begin, head=head)) if begin.height == host.machine.height:
+                self._lead_on(host, head, begin.attempt)
+            case fx.Send(to, m.Envelope(body=m.Propose() as propose, head=head)):
+                if head == propose.commit.previous:  # else it was said of the commit before, and is said again
+                    self._lead_on(host, head, propose.attempt)
                 self._ask(host, to, propose)
                 self._propose(host, propose)
             case fx.Send(_, m.Envelope(body=m.Accept() as accept)):
@@ -71,6 +79,8 @@ class SimulatedBallots:
         record = self._saves.pop((host.life, event.number), None)
         if record is not None and not event.refused:
             self._saved[host.life] = record
+            if not host.disk.lying:  # else a loss of power may take it
+                host.disk.bound[host.machine.me.incarnation] = record
 
     def on_machine(self, host: SimulatedProcess) -> None:
         """Check a simulated coordinator's tally: it sends its own vote to nobody, and counts those that were cast."""
@@ -115,6 +125,11 @@ class SimulatedBallots:
         needed = self.needed(host, before)
         if votes < needed:
             raise Violation("I1", f"{host.name} decides version {commit.version} with {votes} votes of {needed}")
+        if 2 * votes == len(members):
+            boots = {host.name: host.machine.boot, **self._boots.get(commit.digest, {})}
+            later = [voter.peer for voter in before.voters if boots.get(voter.peer, voter.boot) != voter.boot]
+            if later:  # rule 6: what the process before promised is not known
+                raise Violation("I1", f"{host.name} decides by half, and {', '.join(later)} voted in another process")
         if commit.moves and not host.holds_mean(commit.mean_digest):
             raise Violation("I5", f"{host.name} decides version {commit.version} without its mean")
 
@@ -148,13 +163,25 @@ class SimulatedBallots:
             self._promisers.setdefault((before, ready.attempt), set()).add(me.peer)
 
     def resumes(self, host: SimulatedProcess) -> None:
-        """Check that a simulated process knows what the ones before it on this disk promised."""
-        life, record = host.machine.me.incarnation, host.machine._acceptor._record
+        """Check that a simulated process knows what bound the ones before it on this disk."""
+        disk, life, record = host.disk, host.machine.me.incarnation, host.machine._acceptor._record
         self._saved[host.life] = record
-        promised = host.disk.promised.get((life, record.head), 0)
-        if record.promised < promised:
-            what = f"goes on in the vote on {record.head[:8]}, and has forgotten that it promised attempt {promised}"
-            raise Violation("I1", f"{host.name} {what}")
+        there = disk.bound.get(life, record)
+        if disk.damaged or record.head != there.head:
+            return
+        promised = max(disk.promised.get((life, record.head), 0), there.promised)
+        forgets = record.promised < promised or record.led < there.led or record.attempt < there.attempt
+        if forgets or (record.attempt == there.attempt and record.value != there.value):
+            what = f"goes on in the vote on {record.head[:8]}, and has forgotten what bound it:"
+            raise Violation("I1", f"{host.name} {what} it promised {promised}, and {there} was saved, not {record}")
+
+    def _lead_on(self, host: SimulatedProcess, head: str, attempt: int) -> None:
+        """Check that the disk of a simulated coordinator has it that this process leads the attempt; no other did."""
+        there = self._saved.get(host.life)
+        if there is None or there.head != head or there.led < attempt:
+            raise Violation("I1", f"{host.name} leads attempt {attempt}, and its disk does not have that")
+        if self._leaders.setdefault((head, attempt), host.life) != host.life:
+            raise Violation("I1", f"{host.name} leads attempt {attempt} on {head[:8]}, which another process led")
 
     def _ask(self, host: SimulatedProcess, to: Member, propose: m.Propose) -> None:
         """Check that a simulated witness is asked last: it holds no mean, and the mean must live on (I5)."""
@@ -228,6 +255,12 @@ class SimulatedBallots:
             raise Violation("I1", f"{host.name} accepts what nobody proposed")
         if commit.moves and not (host.witness or host.holds_mean(commit.mean_digest)):
             raise Violation("I5", f"{host.name} accepts {_name(commit, accept.attempt)} without its mean")
+        there, vote = self._saved.get(host.life), (commit.previous, accept.attempt, commit.digest)
+        stands = host.machine.commit is not None and host.machine.commit.digest == commit.previous
+        if stands and (there is None or (there.head, there.attempt, there.value) != vote):
+            raise Violation(
+                "I1", f"{host.name} accepts {_name(commit, accept.attempt)}, and its disk does not have that"
+            )
         self._vote(host, accept.attempt, commit)
 
     def _vote(self, host: SimulatedProcess, attempt: int, commit: Commit) -> None:
@@ -240,6 +273,7 @@ class SimulatedBallots:
         ballot = attempt, commit.digest
         cast = self._votes.setdefault(commit.previous, {}).setdefault(ballot, set())
         cast.add(host.name)
+        self._boots.setdefault(commit.digest, {})[host.name] = host.machine.boot
         if 2 * len(cast & voters(before)) > len(before.voters):
             _, chosen = self._chosen.setdefault(commit.previous, ballot)
             if chosen != commit.digest and not self._given_up(chosen):

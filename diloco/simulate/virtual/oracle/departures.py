@@ -32,6 +32,8 @@ class SimulatedDepartures:
         """Lives that said goodbye."""
         self._asked_s: dict[tuple[int, Member], float] = {}
         """By life of a process, and by member that told it so: since when it knows that this one wants to leave."""
+        self._left_at: dict[int, int] = {}
+        """By life of a process: height of the commit that left it out, of those that it closed."""
         self._proposed: set[str] = set()
         """Commits that somebody proposed, by digest: one that is proposed again is as old as it was."""
 
@@ -47,9 +49,18 @@ class SimulatedDepartures:
     def on_effect(self, host: SimulatedProcess, effect: fx.Effect) -> None:
         """Check a commit that a simulated peer is about to propose."""
         match effect:
+            case fx.Close(commit):
+                self._note_left(host, commit)
             case fx.Send(_, m.Envelope(body=m.Propose(commit=commit))) if commit.digest not in self._proposed:
                 self._proposed.add(commit.digest)
                 self._check_view(host, commit)
+
+    def _note_left(self, host: SimulatedProcess, commit: Commit) -> None:
+        me, before = host.machine.me, self.world.invariants.commits.get(commit.previous)
+        if me in commit.view:
+            self._left_at.pop(host.life, None)
+        elif before is not None and me in before.view:
+            self._left_at.setdefault(host.life, commit.height)
 
     def _check_view(self, host: SimulatedProcess, commit: Commit) -> None:
         since_s = self.world.now - DRAFTED_S
@@ -75,10 +86,11 @@ class SimulatedDepartures:
         if membership.in_view:
             alive = [member.peer for member in membership.alive() if member != membership.me]
             return f"the view has it yet, with {', '.join(alive)}" if alive else ""
-        if membership._left_at is None:
+        left_at = self._left_at.get(host.life)
+        if left_at is None:
             return ""
         left = {entry.member for entry in membership.roster if entry.left}
-        stand = (left | self.world.invariants.lives_from(commit, membership._left_at)).intersection(commit.voting)
+        stand = (left | self.world.invariants.lives_from(commit, left_at)).intersection(commit.voting)
         if 2 * len(stand) > len(commit.voting):
             return ""
         names = ", ".join(sorted(member.peer for member in stand)) or "nobody"
