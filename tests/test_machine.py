@@ -533,8 +533,10 @@ def sends(effects: Sequence[fx.Effect], kind: type[BodyT]) -> list[tuple[Member,
 class OnPaper(Machine):
     """A machine whose disk has at once what is to be saved."""
 
-    def __init__(self, me: Member, rules: Rules, timing: Timing, restored: Restored | None = None) -> None:
-        super().__init__(me, rules, timing, "lineage", False, 0.0, restored=restored)
+    def __init__(
+        self, me: Member, rules: Rules, timing: Timing, restored: Restored | None = None, boot: int = 0
+    ) -> None:
+        super().__init__(me, rules, timing, "lineage", False, 0.0, boot=boot, restored=restored)
         self.numbers = count(1)
         """Numbers of messages that it hears."""
 
@@ -1457,6 +1459,23 @@ def test_a_restarted_voter_has_no_part_in_votes_before_the_one_of_its_record() -
         asked = machine.hear(seat, m.Gather(commit.version, attempt, "again"), now + 0.5)
         answers.append([to for to, _ in sends(asked, m.Ready)])
     assert answers == [[], [seat]]
+
+
+def test_a_restarted_voter_keeps_its_life_though_its_checkpoint_names_an_earlier_one() -> None:
+    """It had copied the state as this life, and was killed before it saved that. What the run was before is no sign
+    that it went on without it; what comes after its record is."""
+    past = standing(7).commit
+    assert past is not None
+    mine = replace(A, incarnation=50)
+    later = replace(following(past, "mean"), height=20, view=(mine, B), voters=voters((mine, B)))
+    record = VoteRecord(later.digest, promised=2)
+    machine = OnPaper(mine, RULES, Timing(0.5, 4.0, 4.0), Restored(50, 5, record, None, later), boot=60)
+    found = []
+    for commit in (past, later, replace(following(later, "mean"), view=(B, C), voters=voters((B, C)))):
+        machine.handle(m.StateHeld(commit.version, "state", commit), float(commit.version))
+        beat = sends(machine.handle(m.Tick(), commit.version + 0.5), m.Heartbeat)[0][1]
+        found.append((machine.me.incarnation, beat.joining, machine.in_view, machine.attempt))
+    assert found == [(50, False, False, 0), (50, False, True, 2), (60, True, False, 0)]
 
 
 # ---------------------------------------------------------------- members that lie

@@ -138,6 +138,33 @@ def test_who_is_killed_goes_on_with_its_disk(
 
 
 @pytest.mark.slow
+def test_who_has_no_votes_takes_no_version_back_after_the_death_of_all(tmp_path: Path) -> None:
+    """It is back first, nobody answers, and it founds the run from its checkpoint. The others have later versions."""
+    contract, listen = tiny_contract(tmp_path, peers=3), {}
+    for name in "abc":
+        listen[name] = ("--set", f"network.listen=127.0.0.1:{free_port()}")
+    listen["a"] += ("--set", "storage.log=false", "--set", "storage.checkpoint_every=4")
+    with ending([]) as peers:
+        peers.append(PeerProcess("a", tmp_path, str(contract), *listen["a"]))
+        peers += [PeerProcess(name, tmp_path, "--join", peers[0].ticket(), *listen[name]) for name in "bc"]
+        (lineage,) = {peer.reaches(6, ["a", "b", "c"])["lineage"] for peer in peers}
+        for peer in peers:
+            peer.kill()
+        last = max(peer.version() for peer in peers[1:])
+        for place, name in enumerate("abc"):
+            peers[place] = PeerProcess(name, tmp_path, "--resume", str(tmp_path / name), *listen[name])
+            peers[place].ticket()
+        for peer in peers[1:]:
+            assert peer.reaches(last + 2, ["b", "c"])["lineage"] == lineage
+            assert f"without version {last}" in peer.log.read_text()
+        until(lambda: "of the lineage from which ours was founded" in peers[0].log.read_text(), "a hears of it")
+        peers[0].kill()
+        listen["a"] += ("--join", peers[1].ticket())
+        peers[0] = PeerProcess("a", tmp_path, "--resume", str(tmp_path / "a"), *listen["a"])
+        assert peers[0].reaches(last + 4, ["a", "b", "c"])["lineage"] == lineage
+
+
+@pytest.mark.slow
 def test_kill_everything_and_resume(tmp_path: Path) -> None:
     """No version is lost, same digest, no block trained twice, the curve goes on."""
     contract = tiny_contract(tmp_path, peers=2)

@@ -43,6 +43,26 @@ def says(outcome: Outcome, *words: str) -> bool:
     return any(all(word in line for word in words) for line in outcome.lines)
 
 
+def test_a_voter_that_was_killed_before_it_saved_a_copy_is_the_same_voter() -> None:
+    """Its checkpoint names an earlier life. It copies the state once more, and its vote, one of two, decides."""
+    outcome = told("""
+        peers 3
+        checkpoint_every 12
+        16 cut p2 for 13
+        17 join p3
+        33 leave p1
+        33 leave p3
+        37.5 kill p2
+        38.5 restart p2: disk
+        calm_s 4
+    """)
+    back_s = at(outcome, "p2", "starts with its disk")
+    assert at(outcome, "p2", "the view goes on without me") < back_s - 5
+    since = [line for line in outcome.lines if float(line.split()[0]) > back_s]
+    assert not any("without me" in line or "EVICTS" in line for line in since)
+    assert [line.partition("CLOSES")[2] for line in since if "CLOSES" in line and "counting p0 p2; view p0 p2" in line]
+
+
 # ---------------------------------------------------------------- links
 
 

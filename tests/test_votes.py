@@ -12,15 +12,20 @@ import pytest
 
 from diloco.base.errors import StateError
 from diloco.base.types import Commit, Leases, Member, Voter
+from diloco.config.site import Site
 from diloco.exchange.log import DiskUse
 from diloco.exchange.votes import VOTES, DiskVotes, past_votes
+from diloco.peer.restart import Restart
 from diloco.protocol.effects import Save
+from diloco.protocol.messages import Fork
+from diloco.protocol.streams import Welcome
 from diloco.protocol.vote import VoteRecord
+from diloco.simulate.memory_link import MemoryEndpoint
 
 A = Member("a", 7, "a:1")
 FIRST = Commit(0, 0, "", "lineage", -1, (A,), (), (), "", 0, Leases(0, {}), "", voters=(Voter("a", 1, -1),))
 NEXT = replace(FIRST, version=1, height=1, previous=FIRST.digest, fragment=0, mean_digest="mean")
-LAST = replace(NEXT, version=2, height=2, previous=NEXT.digest)
+LAST = replace(NEXT, version=2, height=2, previous=NEXT.digest, tokens=20)
 
 
 @pytest.fixture
@@ -52,6 +57,32 @@ def test_a_restart_finds_what_binds_the_voter(votes: DiskVotes, tmp_path: Path) 
     assert past.since(FIRST) == [NEXT]
     assert not past.since(NEXT)
     assert not past.since(LAST)  # it does not lead there
+
+
+@pytest.mark.parametrize(
+    ("lineage", "forks", "joins", "goes_over"),
+    [
+        ("lineage", (), False, False),
+        ("another", (), False, False),
+        ("another", (Fork("lineage", 10),), False, False),
+        ("another", (Fork("lineage", 20), Fork("third", 30)), False, True),
+        ("another", (Fork("third", 30),), True, True),
+    ],
+    ids=["ours", "unheard of", "parted before what was accepted", "parted after that", "a person says so"],
+)
+def test_a_voter_goes_over_to_a_lineage_that_has_all_that_its_disk_has(
+    lineage: str, forks: tuple[Fork, ...], joins: bool, goes_over: bool, votes: DiskVotes, tmp_path: Path
+) -> None:
+    stand(votes)
+    past, warned = past_votes(tmp_path), list[str]()
+    assert past is not None
+    welcome = Welcome(b"", lineage, 0, False, (replace(A, peer="b", address="b:1"),), (), "", "", forks)
+    endpoint = MemoryEndpoint(Site(), None, welcome)
+    restored = Restart(tmp_path, past, joins).life(endpoint, warned.append)  # type: ignore[arg-type]
+    assert restored == (None if goes_over else past.restored)
+    ignored = lineage != "lineage" and not goes_over
+    assert endpoint.welcome == (None if ignored else welcome)
+    assert [text.split(":")[0] for text in warned] == ["b"] * ignored
 
 
 @pytest.mark.parametrize("kept", [1, 40, -1])

@@ -89,10 +89,10 @@ class Peer:
         checkpoint: Checkpoint | None = None,
         data: str = "",
         directory: Path | None = None,
-        redoes: bool = True,
+        restart: Restart | None = None,
     ) -> None:
         """`data`: fingerprint of the training data, when leases say who trains on which block of it. `directory`:
-        where ledger, log and checkpoints go, if anywhere. `checkpoint`: to go on from; `redoes`: and from the versions
+        where ledger, log and checkpoints go, if anywhere. `checkpoint`: to go on from; `restart`: and from the versions
         since, as far as the log has them."""
         self.rank, self.endpoint, self.events, self.chronicle = rank, endpoint, events, chronicle
         self.contract, self.site, self.island = rank.contract, rank.site, rank.island
@@ -104,11 +104,11 @@ class Peer:
             self.contract, self.site, self.line.layout, self.line.layout.digest, data, self.island.size
         )
         self.ending = RunEnd.of(self.contract, terms.rules.policy.max_peers)
-        self._checkpoint, welcome = checkpoint, endpoint.welcome
-        self._restart = Restart.of(directory, checkpoint) if redoes else None
-        restored = self._restart.life(welcome) if self._restart is not None else None
-        if self._restart is not None:  # the clock may have been set back
-            self.line.boot = max(self.line.boot, self._restart.boot + 1)
+        self._checkpoint, self._restart = checkpoint, restart
+        restored = restart.life(endpoint, self.warn) if restart is not None else None
+        welcome = endpoint.welcome
+        if restart is not None:  # the clock may have been set back
+            self.line.boot = max(self.line.boot, restart.boot + 1)
         founds = welcome is None and restored is None
         me = Member(name, restored.life if restored is not None else self.line.boot, "")
         lineage = restored.head.lineage if restored is not None else lineage_of(me, self.contract.digest)

@@ -6,7 +6,7 @@ been decided; and versions that it closed and had not applied yet are applied, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,39 +20,49 @@ from diloco.exchange.log import logged_mean
 from diloco.exchange.votes import PastVotes, past_votes
 from diloco.outer.fragments import Layout
 from diloco.outer.line import book, book_drop
-from diloco.protocol.streams import Welcome
 from diloco.protocol.vote import Restored
 from diloco.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from diloco.peer.peer import Peer
+    from diloco.transport.endpoint import Endpoint
 
 
 class Restart:
     """A restart from a peer's folder, on rank 0."""
 
-    def __init__(self, folder: Path, past: PastVotes) -> None:
-        self._folder, self._past = folder, past
+    def __init__(self, folder: Path, past: PastVotes, joins: bool) -> None:
+        self._folder, self._past, self._joins = folder, past, joins
         self._booked = booked(folder)
         self.boot = self._booked.boot
         self._unbooked: list[tuple[Commit, str]] = []
         """Commits that no ledger has, each with the digest of the state after it."""
 
     @staticmethod
-    def of(folder: Path | None, checkpoint: Checkpoint | None) -> Restart | None:
-        """The restart that a folder allows; None: nothing there binds anybody, or there is no state to begin from."""
+    def of(folder: Path | None, checkpoint: Checkpoint | None, joins: bool) -> Restart | None:
+        """The restart that a folder allows; None: nothing there binds anybody, or there is no state to begin from.
+        `joins`: a person named the members to join, whatever their lineage lacks."""
         if folder is None or checkpoint is None or checkpoint.commit is None:
             return None
         past = past_votes(folder)
-        return Restart(folder, past) if past is not None else None
+        return Restart(folder, past, joins) if past is not None else None
 
-    def life(self, welcome: Welcome | None) -> Restored | None:
-        """The record of the life that goes on. None: this process begins one, as that one had left in good order, or
-        the run went on in another lineage."""
-        restored = self._past.restored
-        elsewhere = welcome is not None and welcome.lineage != restored.head.lineage
-        had_left = all(member.incarnation != restored.life for member in restored.head.view)
-        return None if elsewhere or had_left else restored
+    def life(self, endpoint: Endpoint, warn: Callable[[str], None]) -> Restored | None:
+        """The record of the life that goes on, and no `welcome` to a lineage that has less than this disk. None: this
+        process begins a life, as that one had left in good order, or the run went on in another lineage."""
+        restored, welcome = self._past.restored, endpoint.welcome
+        head, last = restored.head, restored.accepted or restored.head
+        if all(member.incarnation != restored.life for member in head.view):
+            return None
+        if welcome is not None and welcome.lineage != head.lineage:
+            parted_at = next((fork.tokens for fork in welcome.forks if fork.lineage == head.lineage), -1)
+            if self._joins or parted_at >= last.tokens:
+                return None
+            # With others that have it, too, this voter would take back a version that is committed.
+            there = welcome.members[0].address
+            warn(f"{there} went on without version {last.version}, which is here: not joining it, unless by --join")
+            endpoint.welcome = None
+        return restored
 
     def redo(self, peer: Peer, checkpoint: Checkpoint) -> Life[None]:
         """Apply again the versions since the checkpoint: the votes have the commits, the logs of the ranks the means.

@@ -56,6 +56,12 @@ class Acceptor:
         """The latest attempt in which this voter accepted a commit, and that commit."""
         return self._record.attempt, self._accepted
 
+    @property
+    def stood_further(self) -> bool:
+        """Whether this voter stood on a later commit before it was restarted than it does now: its record is about the
+        successor of that one, and commits before it say nothing about its life."""
+        return self.chain.height < self._from_height
+
     def seat(self, attempt: int) -> Member:
         """The coordinator of an attempt to decide the next commit."""
         commit = self.chain.commit
@@ -185,7 +191,7 @@ class Acceptor:
 
     def _bind(self, record: VoteRecord, accepted: Commit | None, what: str, then: Callable[[], None]) -> None:
         """Have a record on the disk, and then do this."""
-        if self.chain.height < self._from_height or self.chain.conflict is not None:
+        if self.stood_further or self.chain.conflict is not None:
             return
         if record != self._record:
             self._record, self._accepted = record, accepted
@@ -221,7 +227,7 @@ class Acceptor:
         self._then = {}
         if commit.digest == self._record.head:  # restored, or a copy of the state where we stand
             self.attempt = max(self._record.promised, self._record.led + 1)
-        elif commit.height >= self._from_height:
+        elif not self.stood_further:
             self._record, self._accepted = VoteRecord(commit.digest), None
             self._number = self._post.save(self._record, None, commit)
         if self._post.saved < self._number:

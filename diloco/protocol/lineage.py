@@ -41,6 +41,8 @@ class Lineage:
         """History of the lineage whose state this peer copies; empty: none."""
         self._target_since_s = post.now
         self._alone_since: float | None = None
+        self._warned = False
+        """People here know that a lineage has gone on from which ours was founded."""
 
     @property
     def alone(self) -> bool:
@@ -150,7 +152,10 @@ class Lineage:
         knows = founding is not None and bool(founding.evicted) and envelope.sender in founding.view
         if isinstance(beat, m.Heartbeat) and founding is not None and knows:
             self._post.send(envelope.sender, m.Committed(founding))  # an operator may have told it only now
-        if self._rules.continue_after_s is None or not isinstance(beat, m.Heartbeat):
+        if not isinstance(beat, m.Heartbeat):
+            return
+        if self._rules.continue_after_s is None:
+            self._meet_former(envelope.lineage, envelope.sender, beat)
             return
         roster = membership.roster
         if (membership.founder and commit is None) or roster.is_earlier(envelope.sender, now):
@@ -179,6 +184,16 @@ class Lineage:
         self._post.note(f"lineage {envelope.lineage} has more tokens and goes on; {tokens}")
         self._post.leave_lineage(envelope.lineage, beat.forks, others)
         self._post.emit(fx.Resync(envelope.sender, discarded))
+
+    def _meet_former(self, name: str, sender: Member, beat: m.Heartbeat) -> None:
+        """A lineage from which ours was founded may have gone on: its peers have versions that ours lacks, and a person
+        must say which of the two it is to be."""
+        left_at = next((fork.tokens for fork in self.forks if fork.lineage == name), beat.committed_tokens)
+        if beat.committed_tokens > left_at and not self._warned:
+            self._warned = True
+            has = f"{sender.peer} has version {beat.version} of the lineage from which ours was founded earlier"
+            way = "this peer goes on apart. To go on there, resume with --join"
+            self._post.emit(fx.Note(f"{has}: {way} {sender.address}", False))
 
     def founds_on(self, forks: tuple[m.Fork, ...]) -> None:
         """These lineages led to the one that this peer is to found."""

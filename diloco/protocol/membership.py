@@ -407,11 +407,11 @@ class Membership:
             self._left_at = None
         elif going and self.me in before:
             self._left_at = chain.height
-        elif not (self.joining or going):
+        elif not (self.joining or going or self.acceptor.stood_further):
             # Thawed after a stop, or cut off for a while: the run went on without this life of mine.
             self._new_incarnation()
             self._post.note("the view goes on without me: asking to be taken in again")
-        self.joining = not self.in_view and not going
+        self.joining = not (self.in_view or going or self.acceptor.stood_further)
 
     def leave_lineage(self) -> None:
         """Begin a new life outside the view of another lineage: a peer that is dead here may live there."""

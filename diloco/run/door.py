@@ -47,6 +47,7 @@ from diloco.outer.fragments import Weights, named_parameters
 from diloco.peer.life import PeerLife
 from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank, PeerTraining
+from diloco.peer.restart import Restart
 from diloco.peer.terms import lanes_of
 from diloco.run.blocking import block
 from diloco.run.options import CARD, SITE_CARD, remember, remembered_private
@@ -169,6 +170,8 @@ class Entrance:
     """Whether this peer is asked to leave."""
     named: bool = False
     """Whether somebody named this very checkpoint: the log does not lead on from it."""
+    joins: bool = False
+    """Whether a person named the members to join: this peer follows them, whatever their lineage lacks."""
 
 
 def found(
@@ -339,7 +342,8 @@ def lead(entrance: Entrance, rank: PeerRank, parts: Parts, closing: ExitStack) -
     if rank.contract.membership.policy == "gossip":
         life = GossipLife(GossipPeer(*about), entrance.stop)
     else:
-        life = PeerLife(Peer(*about, redoes=not entrance.named), entrance.stop)
+        restart = None if entrance.named else Restart.of(folder, entrance.checkpoint, entrance.joins)
+        life = PeerLife(Peer(*about, restart), entrance.stop)
     chronicle.peer = life.peer
     closing.callback(life.peer.close)
     return Leading(life, chronicle)

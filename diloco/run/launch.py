@@ -94,7 +94,8 @@ def _enter(
         directory = open_directory(chosen, site, contract, name, endpoint.private)
         listeners = [event_card(directory), listener]
         named = options.resume is not None and checkpoint is not None and checkpoint.path.samefile(options.resume)
-        return Entrance(contract, endpoint, name, directory, checkpoint, listeners, stop, named)
+        joins = options.join is not None and not restarted()
+        return Entrance(contract, endpoint, name, directory, checkpoint, listeners, stop, named, joins)
     except BaseException:
         endpoint.close()
         raise

@@ -31,7 +31,6 @@ from diloco.protocol.coordinator import Coordinator
 from diloco.protocol.machine import Machine
 from diloco.protocol.reduction import Reduction, Tally
 from diloco.protocol.roster import Admission, Roster, RosterEntry
-from diloco.protocol.streams import Welcome
 from diloco.protocol.vote import Restored, VoteRecord, Voters
 from diloco.round import measure
 from diloco.simulate.virtual.plans.plan import NO_CLOCK, OMITS, FaultPlan
@@ -140,8 +139,8 @@ def _stale_life() -> Iterator[None]:
     """Planted bug: a restarted peer comes back as the life that the view has, of which it remembers nothing."""
     life = Restart.life
 
-    def forgetful(restart: Restart, welcome: Welcome | None) -> Restored | None:
-        restored = life(restart, welcome)
+    def forgetful(restart: Restart, *about: Any) -> Restored | None:
+        restored = life(restart, *about)
         if restored is None:
             return None
         return replace(restored, record=VoteRecord(restored.head.digest), accepted=None)

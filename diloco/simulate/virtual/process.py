@@ -295,6 +295,7 @@ class SimulatedProcess:
             checkpoint,
             self.listeners,
             lambda: self.leaving,
+            joins=True,
         )
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
