@@ -1478,6 +1478,21 @@ def test_a_restarted_voter_keeps_its_life_though_its_checkpoint_names_an_earlier
     assert found == [(50, False, False, 0), (50, False, True, 2), (60, True, False, 0)]
 
 
+def test_two_processes_of_a_founder_give_their_lineages_two_names() -> None:
+    """The first may be killed before its founding is on the disk, and others may have heard of that."""
+    head = standing(7, rules=replace(RULES, continue_after_s=1.0)).commit
+    assert head is not None
+    names = set()
+    for boot in (1, 2):
+        rules, restored = replace(RULES, continue_after_s=1.0), Restored(1, 5, VoteRecord(head.digest), None, head)
+        machine = OnPaper(A, rules, Timing(0.5, 4.0, 4.0), restored, boot)
+        machine.handle(m.StateHeld(7, "state", head), 0.0)
+        for now in (6.0, 8.0):
+            machine.handle(m.Tick(), now)
+        names.add(machine.lineage)
+    assert len(names - {"lineage"}) == 2
+
+
 # ---------------------------------------------------------------- members that lie
 
 

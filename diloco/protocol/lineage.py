@@ -137,8 +137,8 @@ class Lineage:
             return
         alive = membership.alive()
         assert chain.commit is not None
-        # No two founders choose the same name.
-        founder = f"{chain.commit.digest}/{membership.me.peer}/{membership.me.incarnation}"
+        # No two founders choose the same name, nor two processes of one: the first may have lost its founding.
+        founder = f"{chain.commit.digest}/{membership.me.peer}/{membership.me.incarnation}/{self._post.boot}"
         commit = self._founding(alive, chain.commit, hashlib.sha256(founder.encode()).hexdigest()[:16])
         self._post.note(f"going on apart with {len(alive)} of {len(chain.view)} members as lineage {commit.lineage}")
         self.coordinator.announce(commit, alive)
