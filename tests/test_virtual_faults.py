@@ -218,6 +218,28 @@ def test_a_disk_whose_syncs_fail_stops_no_training(how: str) -> None:
     assert says(outcome, "p1", "starts with its disk")
 
 
+def test_nobody_votes_for_a_mean_that_its_log_refused() -> None:
+    """Disks have room for votes and for no mean. Versions wait for that; whoever starts again stands where it did."""
+    outcome = told("""
+        peers 2
+        checkpoint_every 50
+        2 full p0 for 4: means
+        2 full p1 for 4: means
+        9 blackout *: power
+        9.5 restart p0: disk
+        9.5 restart p1: disk
+        calm_s 4
+    """)
+    closed = [float(line.split()[0]) for line in outcome.lines if "CLOSES" in line]
+    assert not [at_s for at_s in closed if 3.0 < at_s < 6.0]
+    assert [at_s for at_s in closed if 6.0 < at_s < 9.0]
+
+
+def test_one_whose_log_refuses_means_holds_up_no_majority() -> None:
+    outcome = told("peers 3\n2 full p2 for 6: means\n8.5 kill p2\n9 restart p2: disk\ncalm_s 3")
+    assert len([line for line in outcome.lines if "CLOSES" in line and 4.0 < float(line.split()[0]) < 8.0]) > 1
+
+
 def test_a_late_sync_holds_its_own_peer_up() -> None:
     soon, late = (told(f"peers 2\ndelay_s 0.005\n1 disk p1 for 8: {how}") for how in ("late 0", "late 2"))
     assert late.versions < soon.versions

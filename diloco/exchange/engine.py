@@ -378,7 +378,7 @@ class Exchange(ExchangeTasks):
             failpoints.hit(f"after-{step}")
 
     async def _save(self, save: fx.Save) -> None:
-        self._feed(m.Saved(save.number, refused=not await self.votes.save(save)))
+        self._feed(m.Saved(save.number, refused=not await self.archive.save(self.votes, save)))
 
     async def _lost(self, member: Member) -> None:
         if await self.lives.gone(member):
@@ -456,7 +456,7 @@ class Exchange(ExchangeTasks):
         self._spawn(self._report_held(key, digest, self._contents))
 
     async def _report_held(self, key: tuple[int, int], digest: str, contents: MeanContents) -> None:
-        await self.lanes.logged(digest)  # a repair may take parts away meanwhile
+        await self.archive.log(digest)  # a repair may take parts away meanwhile
         self._feed(m.MeanHeld(digest, *key) if contents.sealed == digest else m.MeanHeld(digest))
 
     async def _notify_moved(self) -> None:

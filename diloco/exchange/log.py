@@ -238,7 +238,8 @@ class LaneLog:
 class DiskLog(LaneLog):
     """The log of a lane's means on a disk, by a thread of its own: no disk holds up an event loop.
 
-    A disk that refuses ends no training: the mean is left out, with a warning, and a restart goes on from before it.
+    A disk that refuses ends no training: the mean is left out, with a warning. This peer does not vote for it. Where
+    the others decide it all the same, a restart goes on from before it.
     """
 
     def __init__(self, directory: Path, rank: int, life: int, warn: Callable[[str], None]) -> None:
@@ -301,7 +302,7 @@ class DiskLog(LaneLog):
     def refused(self, error: OSError) -> None:
         """The disk refuses a mean of the lane: there is one warning until it takes one. On the log's thread."""
         if not self._full:
-            self._warn(f"no mean in the log: {error.strerror}; training goes on, and a restart from before it")
+            self._warn(f"no mean in the log: {error.strerror}; this peer votes for none until its disk takes one")
         self._full = True
 
 

@@ -75,6 +75,7 @@ class Restart:
                 drops = any(counted.peer == peer.name for counted in commit.counted)
                 yield from peer.do(Redo(commit.to_bytes().decode(), folder, peer.name, drops))
                 if not peer.rank.redone:
+                    peer.warn(f"the log lacks the mean of version {commit.version}: others must give it")
                     return
                 if drops:
                     book_drop(line)

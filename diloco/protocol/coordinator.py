@@ -355,6 +355,7 @@ class Coordinator:
         tally.majority_at_s = min(tally.majority_at_s, self._post.now)
         asked = {member.peer for member in tally.audience}  # not a member that came back meanwhile: it lacks the mean
         late = [member for member in membership.alive() if member.peer in asked and member.peer not in tally.accepts]
+        late = [member for member in late if not membership.abstains(member)]
         if not (late and commit.moves) or self._post.now >= self._patient_until_s(tally):
             self.announce(commit, tally.audience)
 

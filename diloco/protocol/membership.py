@@ -93,9 +93,14 @@ class Membership:
         that has to copy the state first may take long for that."""
         if member == self.me:
             return not self.acceptor.abstains
-        entry, beat = self.roster.get(member), self.roster.heartbeat(member)
+        entry = self.roster.get(member)
         far = entry is not None and entry.lag > self._near
-        return self.lives(member) and not far and not (beat is not None and beat.abstains)
+        return self.lives(member) and not far and not self.abstains(member)
+
+    def abstains(self, member: Member) -> bool:
+        """Whether another member says that its disk takes no votes."""
+        beat = self.roster.heartbeat(member)
+        return beat is not None and beat.abstains
 
     def trainers_alive(self) -> list[Member]:
         """Live members of the view that receive the mean and vote on it first: all but witnesses."""

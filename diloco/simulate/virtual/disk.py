@@ -18,6 +18,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from diloco.base.files import Disk
+from diloco.exchange.log import LOG
 from diloco.protocol.vote import VoteRecord
 from diloco.simulate.virtual.ranks.threads import Died
 
@@ -44,8 +45,8 @@ class SimulatedDisk:
 
     def __init__(self, root: Path, name: str) -> None:
         self.name, self.root, self.folder = name, root, root / name
-        self.full = self.broken = self.lying = False
-        """No room is left; syncs fail; syncs only say that they are done."""
+        self.full = self.tight = self.broken = self.lying = False
+        """No room is left; none for means, which are large; syncs fail; syncs only say that they are done."""
         self.late_s = 0.0
         """Time that a sync takes."""
         self.last_syncs = -1
@@ -85,7 +86,7 @@ class SimulatedDisk:
         """Write to a file of the disk. Half of the data is there, and OSError is raised, when it is full;
         or the process dies."""
         self._remember(descriptor, path, len(data))
-        if self.full or self.tears is not None:
+        if self.full or self.tears is not None or (self.tight and path.parent.name == LOG):
             os.write(descriptor, data[: len(data) // 2])
             if self.tears is not None:
                 dies, self.tears = self.tears, None
@@ -132,7 +133,7 @@ class SimulatedDisk:
     @property
     def keeps(self) -> bool:
         """Whether what is written and synced now is kept for certain."""
-        return not (self.full or self.broken or self.lying)
+        return not (self.full or self.tight or self.broken or self.lying)
 
     def certain(self, path: Path) -> bool:
         """Whether a file is there after a loss of power with all its bytes, or a folder with all its names."""

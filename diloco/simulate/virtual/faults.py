@@ -231,9 +231,10 @@ def _jump(world: SimulatedWorld, fault: Fault) -> bool:
 
 def _full(world: SimulatedWorld, fault: Fault) -> bool:
     disk = world.disks[fault.peer]
-    disk.full = True
-    world.log(fault.peer, "disk is FULL")
-    world.after(fault.for_s, setattr, disk, "full", False)
+    what = "tight" if fault.how == "means" else "full"
+    setattr(disk, what, True)
+    world.log(fault.peer, f"disk is FULL{' for means' * disk.tight}")
+    world.after(fault.for_s, setattr, disk, what, False)
     return True
 
 

@@ -255,6 +255,8 @@ class SimulatedBallots:
             raise Violation("I1", f"{host.name} accepts what nobody proposed")
         if commit.moves and not (host.witness or host.holds_mean(commit.mean_digest)):
             raise Violation("I5", f"{host.name} accepts {_name(commit, accept.attempt)} without its mean")
+        if commit.moves and not host.witness:
+            host.records.votes_for(commit)
         there, vote = self._saved.get(host.life), (commit.previous, accept.attempt, commit.digest)
         stands = host.machine.commit is not None and host.machine.commit.digest == commit.previous
         if stands and (there is None or (there.head, there.attempt, there.value) != vote):

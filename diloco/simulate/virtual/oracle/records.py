@@ -238,12 +238,23 @@ class SimulatedRecords:
         disk, version = self._process.disk, applied.version
         if disk.refusals > self._refusals or disk.reach[1] != applied.previous:
             return
-        parts = self._process.line.layout.fragments[applied.fragment].parts
-        files = (disk.folder / LOG).glob(f"v{version:08d}.*")
-        there = set[int]().union(*(logged_parts(path.name, disk.kept(path), applied.mean_digest) for path in files))
-        if applied.moves and disk.durable < version and there != set(range(parts)):
+        if applied.moves and disk.durable < version and not self._logs(applied):
             raise Violation("I5", f"{self._process.name} applies version {version}, whose mean is not in its log")
         disk.reach = (version, applied.digest)
+
+    def votes_for(self, commit: Commit) -> None:
+        """Rule 5: whoever votes for a mean has it in its log, for certain."""
+        if self._process.has_folder and not self._process.disk.lying and not self._logs(commit):
+            raise Violation(
+                "I5", f"{self._process.name} votes for version {commit.version}, whose mean is not in its log"
+            )
+
+    def _logs(self, commit: Commit) -> bool:
+        """Whether the log has the whole mean of a version, for certain."""
+        disk, parts = self._process.disk, self._process.line.layout.fragments[commit.fragment].parts
+        files = (disk.folder / LOG).glob(f"v{commit.version:08d}.*")
+        there = set[int]().union(*(logged_parts(path.name, disk.kept(path), commit.mean_digest) for path in files))
+        return there == set(range(parts))
 
     @property
     def rolled_back(self) -> bool:

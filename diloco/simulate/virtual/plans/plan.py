@@ -71,7 +71,7 @@ KINDS: Mapping[str, str] = {
     "drift": "its anchor changes in memory, where nobody hashes it again: its next version has another state",
     "stranger": "one that is no member accepts whatever is proposed",
     "lie": "a member lies; how: one of `LIES`, or omits",
-    "full": "its disk is full",
+    "full": "its disk is full; how: means (it has room for votes and records)",
     "ranks": "the connections between the lanes of its ranks; how: broken, or late SECONDS at most",
     "disk": "its disk fails; how: late SECONDS (of a sync), broken (a sync raises EIO), lies (a sync does nothing)",
 }
