@@ -130,7 +130,7 @@ def draw(
         situation = _comes_late(Random(f"before {seed}"), situation, SIZES[size])
     situation = _under_load(Random(f"load {seed}"), _served_by_one(situation))
     situation = _of_several_ranks(Random(f"ranks {seed}"), situation)
-    situation = _robust(Random(f"aggregation {seed}"), situation)
+    situation = _tight(Random(f"tight {seed}"), _robust(Random(f"aggregation {seed}"), situation))
     return _of_a_size(Random(f"elements {seed}"), situation)
 
 
@@ -288,6 +288,13 @@ def _robust(dice: Random, plan: FaultPlan) -> FaultPlan:
     if not all(codec.endswith("-all") for codec in sparse):
         return plan
     return replace(plan, aggregation=dice.choice(OF_SPARSE if sparse else OF_SPARSE + BY_VALUE))
+
+
+def _tight(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A seed's plan in which some of the disks that are full have room for votes all the same."""
+    tight = [fault.kind == "full" and dice.random() < 0.5 for fault in plan.faults]
+    faults = (replace(one, how="means") if so else one for one, so in zip(plan.faults, tight, strict=True))
+    return replace(plan, faults=tuple(faults))
 
 
 def _of_a_size(dice: Random, plan: FaultPlan) -> FaultPlan:
