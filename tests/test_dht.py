@@ -141,6 +141,44 @@ def test_a_clock_that_was_far_ahead_makes_no_record_that_all_refuse(monkeypatch:
     assert expirations == pytest.approx([86_400 + TTL_S, TTL_S, 10 + TTL_S, 10 + TTL_S + 0.001], abs=1e-6)
 
 
+@pytest.mark.slow
+def test_outsiders_fill_a_node_with_so_many_records_and_take_none_out() -> None:
+    """Any number was kept for an hour, and so was a trace of each that was replaced."""
+    from hivemind.dht import DHTID
+    from hivemind.dht.storage import DictionaryDHTValue
+    from hivemind.utils import MSGPackSerializer
+
+    from diloco.transport.dht_node import _RecordValidator
+    from diloco.transport.dht_storage import MAX_RECORDS, RecordStorage
+
+    validator, pack = _RecordValidator("run"), MSGPackSerializer.dumps
+    storage, key, now_s = RecordStorage(validator.key), DHTID.from_bytes(validator.key), time.time()
+
+    def stores(name: object, last_s: float, value: bytes = b"{}") -> bool:
+        packed = pack(value)
+        record = SimpleNamespace(key=validator.key, subkey=pack(name), value=packed, expiration_time=now_s + last_s)
+        return validator.validate(record) and storage.store_subkey(key, name, packed, now_s + last_s)
+
+    assert storage.get(key) is None
+    assert stores("honest", TTL_S)
+    for name in ("n" * 64, "0" * 48, "a.b_c-d"):
+        assert stores(name, TTL_S)
+    for name in (None, 1, b"bytes", "", "x" * 65, "a b", ("a",)):
+        assert not stores(name, TTL_S)
+    assert sum(stores(f"s{number}", TTL_S) for number in range(2 * MAX_RECORDS)) == MAX_RECORDS - 4
+    assert not stores("honest", 0.5 * TTL_S), "it would go earlier"
+    assert not stores("honest", MAX_TTL_S + 60.0)
+    for number in range(4 * MAX_RECORDS):
+        stores("s0", TTL_S + 0.01 * number)
+    assert stores("honest", TTL_S + 1.0), "who is known finds room"
+    records = storage.get(key).value
+    assert len(records) == MAX_RECORDS
+    assert len(records.expiration_heap) <= 2 * MAX_RECORDS + 1
+    read = MSGPackSerializer.loads(pack(records))
+    assert type(read) is DictionaryDHTValue
+    assert dict(read.items()) == dict(records.items())
+
+
 def test_importing_it_is_cheap() -> None:
     code = "import sys, diloco.transport.dht; assert not {'hivemind', 'torch', 'grpc'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
@@ -584,7 +622,7 @@ def test_a_closed_directory_is_not_revived() -> None:
     assert not directory.revive()
     assert not session(leader_of(directory))
 
-    def meet(self, members: Sequence[Member]) -> None:
+    def seek(self, listed: Sequence[Member]) -> None:
         """Nobody looks."""
 
 

@@ -24,7 +24,8 @@ from diloco.peer.waits import in_time
 from diloco.protocol import coordinator
 from diloco.protocol.effects import FetchMean, Resync
 from diloco.protocol.messages import ContributionArrived, Offered, PartFolded, Reply
-from diloco.protocol.streams import Kind, Part, StreamHeader
+from diloco.protocol.streams import Kind, Part, StreamHeader, Welcome
+from diloco.transport.dht import Presence
 from diloco.transport.link import LinkDown, LinkRefused
 from tests.fronts import drive
 from tests.local import LocalPeer, LocalWorld, local_site
@@ -335,6 +336,88 @@ def test_nobody_is_sent_its_own_contribution(world: LocalWorld, monkeypatch: pyt
     held = world.peers[0].peer.exchange.lane.mean(commit.mean_digest) or ()
     one = [len(bundle.split(mean, 10**6)[0][1]) for mean in held]  # of these values all are as long
     assert sorted(sent) == sorted([len(mean) - size for mean, size in zip(held, one, strict=True)] * 2)
+
+
+class Listing:
+    """A peer's directory that lists these members."""
+
+    addresses: tuple[str, ...] = ()
+
+    def __init__(self, *listed: Member) -> None:
+        self._listed = {one.peer: one for one in listed}
+
+    def revive(self) -> bool:
+        return False
+
+    def announce(self, member: Member, version: int) -> bool:
+        return True
+
+    def lookup(self) -> dict[str, Member]:
+        return self._listed
+
+
+def test_who_is_alone_goes_on_with_the_others_whatever_the_directory_lists(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later lives in their names, no more than an outsider's word, took their places, and they were refused."""
+    world.rounds_until_all_vote()
+    peer, *others = world.peers
+    exchange, roster = peer.peer.exchange, peer.peer.exchange.machine.roster
+    members = [other.peer.exchange.me for other in others]
+    asked, hello = set(), exchange.link.hello
+
+    async def asking(address: str, timeout_s: float) -> Any:
+        asked.add(address)
+        return await hello(address, timeout_s)
+
+    monkeypatch.setattr(exchange.link, "hello", asking)
+    for other in others:
+        world.ask(partial(world.network.detach, other.address))
+    until(lambda: exchange.alone, "nobody is reached", 5.0)
+    names = [*members, Member("new", 1, "new:1")]
+    lies = [replace(one, incarnation=2**62, address=f"nobody:{port}") for port, one in enumerate(names)]
+    presence = Presence(Listing(*lies), exchange, lambda _: None)  # type: ignore[arg-type]
+    until(lambda: asked >= {lie.address for lie in lies}, "the listed addresses are asked", 5.0)
+    presence.stop()
+    assert world.ask(lambda: all(roster.may_speak(one, monotonic_s()) for one in names))
+    assert world.ask(lambda: [roster.latest(one).address for one in members]) == [one.address for one in members]
+    for other in others:
+        world.ask(partial(world.network.attach, other.address, ExchangeService(other.peer.exchange)))
+    until(lambda: not exchange.alone, "the others are reached", 5.0)
+    assert not any(isinstance(outcome, Skip) for each in world.rounds(world.peers) for outcome in each)
+
+
+def test_who_answers_at_an_address_of_the_directory_is_met_as_what_it_is(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a member that was restarted elsewhere is found by one that is alone; and no peer of another run, or by a way
+    that is not its own."""
+    exchange, (_, b, c) = world.peers[0].peer.exchange, [one.peer.exchange.me for one in world.peers]
+    contract, roster = exchange.terms.contract_json, exchange.machine.roster
+    moved, new = replace(b, incarnation=b.incarnation + 1, address="moved:1"), Member("new", 1, "new:1")
+    answers = {
+        "relay:1": (contract, replace(moved, incarnation=2**62)),
+        "moved:1": (contract, moved, Member("friend", 1, "friend:1")),
+        "another:1": (b"{}", replace(c, incarnation=2**62, address="another:1")),
+        "new:1": (contract, new),
+    }
+    asked = set()
+
+    async def hello(address: str, timeout_s: float) -> Welcome:
+        asked.add(address)
+        if address not in answers:
+            raise LinkDown(address)
+        trained, *members = answers[address]
+        return Welcome(trained, "lineage", 0, True, tuple(members), (), "layout", "data")
+
+    monkeypatch.setattr(exchange.link, "hello", hello)
+    for one in (b, c):
+        world.ask(partial(world.network.detach, one.address))
+    until(lambda: world.ask(lambda: not any(map(roster.reaches, (b, c)))), "they are not reached", 5.0)
+    exchange.seek([*(Member("any", 2**62, address) for address in answers), exchange.me])
+    until(lambda: asked >= answers.keys() and not world.ask(lambda: exchange.lives._listed), "all have answered", 5.0)
+    assert world.ask(lambda: {entry.member for entry in roster}) == {moved, c, new}
+    assert exchange.me.address not in asked
 
 
 def test_an_altered_state_is_noticed_and_copied_anew(world: LocalWorld) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from diloco.base.types import Member
-from diloco.exchange.lives import MAX_ASKING, STRANGERS, STRANGERS_PER_S, Lives
+from diloco.exchange.lives import MAX_ASKING, MAX_LISTED, STRANGERS, STRANGERS_PER_S, Lives
 from diloco.protocol.messages import Reply
 from diloco.protocol.streams import ProcessId, Welcome
 from diloco.protocol.view import Timing
@@ -235,6 +235,33 @@ def test_so_many_strangers_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
     asyncio.run(flood())
     assert link.asked == MAX_ASKING
+
+
+def test_what_the_directory_lists_is_asked_beside_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outsider lists as many addresses as it likes, where nobody may ever answer."""
+    link, silent = Answering(welcome(None)), asyncio.Event()
+
+    async def hello(address: str, timeout_s: float) -> Welcome:
+        link.asked += 1
+        await silent.wait()
+        raise LinkDown(address)
+
+    lives = Lives(link, Timing(1.0, 4.0, 4.0))
+
+    async def play() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(link, "hello", hello)
+            asking = [asyncio.create_task(lives.welcome_at(f"nobody:{number % 100}")) for number in range(200)]
+            await asyncio.sleep(0)
+        assert link.asked == MAX_LISTED
+        assert await lives.welcome_at(B.address) is None
+        assert await lives.ask(B, 7, stranger=True)
+        silent.set()
+        assert await asyncio.gather(*asking) == [None] * 200
+        assert await lives.welcome_at("elsewhere:1") is None, "it says that it is at another address"
+        assert await lives.welcome_at(B.address) == link.answer
+
+    asyncio.run(play())
 
 
 def test_a_stranger_that_does_not_answer_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from diloco.exchange.background import ExchangeTasks, settle
 from diloco.exchange.copying import StateCopier
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes, LaneWire, RemoteLane
-from diloco.exchange.lives import Lives
+from diloco.exchange.lives import Lives, Meetings
 from diloco.exchange.log import LaneLog
 from diloco.exchange.missed import Fetcher
 from diloco.exchange.terms import Terms
@@ -83,6 +83,7 @@ class Exchange(ExchangeTasks):
         self.hasher = one_thread("hash")  # of states that joiners ask for
         self._fetcher = Fetcher(terms, link, self.machine, self.archive, self._feed)
         self.lives = Lives(link, terms.timing)
+        self._meetings = Meetings(terms.contract_json, self.lives, self.machine, self._feed)
         self._contents = MeanContents()
         self.moved = asyncio.Condition()
         """Notified when an attempt, a version or the state has changed."""
@@ -249,8 +250,12 @@ class Exchange(ExchangeTasks):
             thread.shutdown(wait=False, cancel_futures=True)
 
     def meet(self, members: Sequence[Member]) -> None:
-        """Give the exchange peers to talk to, from a welcome or from the directory."""
+        """Give the exchange peers to talk to, from a welcome."""
         self._call(lambda: self.machine.roster.meet(members, monotonic_s()))
+
+    def seek(self, listed: Sequence[Member]) -> None:
+        """Have the exchange ask peers that the directory lists, where it knows no more than that of their addresses."""
+        self._call(lambda: self._spawn(self._meetings.seek(listed)))
 
     def start(self, address: str, directory: tuple[str, ...], lanes: tuple[str, ...] = ()) -> None:
         """Begin the exchange's ticks. `address`: where the server listens; `directory`: addresses of our directory
@@ -307,14 +312,8 @@ class Exchange(ExchangeTasks):
             raise
         new = reply is m.Reply.OK and not self.lives.met(envelope.sender, envelope.boot)
         if new or self.machine.roster.awaits(envelope.sender):
-            self._spawn(self._meet(envelope.sender, envelope.boot))
+            self._spawn(self._meetings.meet(envelope.sender, envelope.boot))
         return reply
-
-    async def _meet(self, member: Member, boot: int) -> None:
-        """Note that a life can be reached, once that process of it, or a later one, has answered."""
-        answers = await self.lives.ask(member, boot, stranger=self.machine.roster.awaits(member))
-        if answers and not self.machine.roster.reaches(member):
-            self._feed(m.Reached(member))
 
     def _perform(self, effects: Sequence[fx.Effect]) -> None:
         for effect in effects:
@@ -373,7 +372,7 @@ class Exchange(ExchangeTasks):
             await self._lost(to)  # its next life may have its address, too
         elif reply is not None:
             self.lives.replied(to.peer, reply)
-            await self._meet(to, self.machine.boot_of(to))
+            await self._meetings.meet(to, self.machine.boot_of(to))
         if step:
             failpoints.hit(f"after-{step}")
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from diloco.base.clock import monotonic_s
 from diloco.base.types import MAX_LIST, Member
-from diloco.protocol.messages import Reply
-from diloco.protocol.streams import ProcessId
+from diloco.protocol.machine import Machine
+from diloco.protocol.messages import Event, Reached, Reply
+from diloco.protocol.streams import ProcessId, Welcome
 from diloco.protocol.view import Timing
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 
@@ -19,6 +22,8 @@ MAX_ASKING = 64
 STRANGERS, STRANGERS_PER_S = 256.0, 16.0
 """Strangers that may come at once, as after a power cut of all, and how many more each second. A flood of them makes
 this peer dial no more addresses than that, which are perhaps of somebody who has no part in it."""
+MAX_LISTED = 64
+"""Addresses of the directory that are asked at once: outsiders may list any, and keep no stranger from being asked."""
 MAX_PAUSE_BEATS = 8
 """The longest pause, in heartbeats, before a stranger that did not answer is asked again. Pauses begin with one and
 double."""
@@ -56,6 +61,8 @@ class Lives:
         """Peer, incarnation and address, of lives that are being asked."""
         self._unanswered: dict[tuple[str, int, str], tuple[float, float]] = {}
         """Strangers that did not answer: when each may be asked again, and the pause after that."""
+        self._listed: set[str] = set()
+        """Addresses of the directory that are being asked."""
         self._spare, self._spare_at_s = STRANGERS, monotonic_s()
         """Strangers that may be asked now, and the time at which so many might."""
         self._replies: dict[str, tuple[Reply, float]] = {}
@@ -100,6 +107,20 @@ class Lives:
             del self._answers[next(iter(self._answers))]
         self._unanswered.pop(place, None)
         return True
+
+    async def welcome_at(self, address: str) -> Welcome | None:
+        """The welcome of the life that answers at an address of the directory, and says that this is where it is. None:
+        there is none, or the address is being asked, or many others are."""
+        if address in self._listed or len(self._listed) >= MAX_LISTED:
+            return None
+        self._listed.add(address)
+        try:
+            welcome = await self._link.hello(address, self._suspect_s)
+        except (LinkDown, LinkSlow, LinkRefused):
+            return None
+        finally:
+            self._listed.discard(address)
+        return welcome if welcome.members[0].address == address else None
 
     def _may_ask(self, place: tuple[str, int, str]) -> bool:
         """Whether a stranger may be asked now. From then on it may not, for twice as long each time."""
@@ -150,3 +171,29 @@ class Lives:
         except (LinkSlow, LinkRefused):
             pass  # or it is silent, which its missing heartbeats will show
         return False
+
+
+class Meetings:
+    """Asks peers that the exchange hears, or that the directory lists, whether they are where they are said to be."""
+
+    def __init__(self, contract: bytes, lives: Lives, machine: Machine, feed: Callable[[Event], None]) -> None:
+        """`contract`: canonical JSON of the run's; `feed`: gives an event to the state machine."""
+        self._contract, self._lives, self._machine, self._feed = contract, lives, machine, feed
+
+    async def meet(self, member: Member, boot: int) -> None:
+        """Note that a life can be reached, once that process of it, or a later one, has answered."""
+        roster = self._machine.roster
+        answers = await self._lives.ask(member, boot, stranger=roster.awaits(member))
+        if answers and not roster.reaches(member):
+            self._feed(Reached(member))
+
+    async def seek(self, listed: Sequence[Member]) -> None:
+        """Ask at the addresses that the directory lists, where the roster has not got these lives there."""
+        me, is_located = self._machine.me, self._machine.roster.is_located
+        await asyncio.gather(*(self._seek(one) for one in listed if one.peer != me.peer and not is_located(one)))
+
+    async def _seek(self, listed: Member) -> None:
+        """Meet the peer of the run that answers there. All else that is listed may be an outsider's word."""
+        welcome = await self._lives.welcome_at(listed.address)
+        if welcome is not None and welcome.contract == self._contract:
+            self._machine.roster.meet(welcome.members[:1], monotonic_s())

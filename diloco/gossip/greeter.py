@@ -92,11 +92,11 @@ class Greeter(ExchangeTasks):
         """Greet the members of a welcome. The first is trusted where this peer took nobody's weights: it comes back."""
         self.trusted = self.trusted or members[0].address
         self.greet(members[0])
-        self.meet(members[1:])
+        self.seek(members[1:])
 
-    def meet(self, members: Sequence[Member]) -> None:
+    def seek(self, listed: Sequence[Member]) -> None:
         """Greet peers that a welcome or the directory names, unless they are known."""
-        strangers = [one for one in members if one.peer != self.me.peer and self.acquaintances.get(one.peer) is None]
+        strangers = [one for one in listed if one.peer != self.me.peer and self.acquaintances.get(one.peer) is None]
         for stranger in strangers[:MAX_GREETED]:
             self.greet(stranger)
 

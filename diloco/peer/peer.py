@@ -267,7 +267,8 @@ class Peer:
                 cause = f"the run has a live peer named {self.name}, at {address}"
                 raise EvictedError(cause, "choose another --name, or --resume its folder once it is gone")
             logger.warning("the run has, or had, a peer named %s", self.name)
-        self.exchange.meet([member for name, member in known.items() if name != self.name])
+        self.exchange.meet(welcome.members)
+        self.exchange.seek(list(found.values()))
 
     def copy_state(self, sources: Sequence[str] = (), check: Callable[[], None] = lambda: None) -> Life[None]:
         """Copy anchor and outer state from these members, and from all that the exchange knows. Raises StateError, also

@@ -87,7 +87,7 @@ class RosterEntry:
     since_s: float = field(init=False)
     """Time at which the life came onto the roster."""
     vouched: bool = False
-    """A view, a welcome or the directory named it; else it named itself."""
+    """A view or a welcome named it; else it named itself."""
     answered: bool = False
     """It has answered a message of ours. To be heard is another matter."""
     boot: int = 0
@@ -183,7 +183,7 @@ class Roster:
     # ------------------------------------------------------------ lives of a peer
 
     def meet(self, members: Sequence[Member], now: float, before: Collection[Member] = ()) -> None:
-        """Add to the roster members of a view, or peers of a welcome or the directory. New ones count as alive.
+        """Add to the roster members of a view, or peers of a welcome. New ones count as alive.
 
         A life that was in the view `before` is over when the view has another of that name. Any other life that is
         heard here may be the later one: a view can be an old one, from a checkpoint.

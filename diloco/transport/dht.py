@@ -238,7 +238,8 @@ class AnnouncedPeer(Protocol):
     def others(self) -> Sequence[Member]:
         """Live members that the announced peer knows: the hivemind directory should hold a record of each."""
 
-    def meet(self, members: Sequence[Member]) -> None: ...
+    def seek(self, listed: Sequence[Member]) -> None:
+        """Ask at the addresses that the hivemind directory lists who is there: anybody may have listed them."""
 
 
 class Presence:
@@ -285,7 +286,7 @@ class Presence:
         found = self._directory.lookup()
         looking = self._exchange.alone
         if looking:
-            self._exchange.meet(list(found.values()))
+            self._exchange.seek(list(found.values()))
         every_s = LOOK_AGAIN_S if looking else ANNOUNCE_EVERY_S
         missing = [member for member in self._exchange.others if member.peer not in found]
         if not missing or len(found) >= MAX_MEMBERS:

@@ -7,6 +7,7 @@ import ctypes
 import json
 import logging
 import os
+import random
 import re
 import signal
 import sys
@@ -23,11 +24,12 @@ from diloco.base.types import Member
 
 logger = logging.getLogger(__name__)
 
-MAX_TTL_S = 3600.0
-"""A DHT node takes no record that lasts longer: the longest lasting wins, so a stranger's could stay for ever."""
+MAX_TTL_S = 600.0
+"""A DHT node takes no record that lasts longer: the longest lasting wins, so a stranger's could stay for ever. An
+honest one lasts half as long, by a clock that may be ahead by the rest."""
 MAX_RECORD_BYTES = 1024
 MAX_MEMBERS = 256
-"""A look-up returns no more: bounds what strangers can make us hold, and 256 records fit in a pipe."""
+"""A look-up returns no more, drawn at random: strangers may list others, and 256 records fit in a pipe."""
 
 _SHUTDOWN_S = 2.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -162,9 +164,12 @@ async def _start_node(run: str, listen: str, timeout_s: float) -> Any:
     """A hivemind DHT node that keeps the records of `run` only, and listens at the multiaddr `listen`."""
     from hivemind.dht import DHTNode
 
-    return await DHTNode.create(
+    from diloco.transport.dht_storage import RecordStorage
+
+    validator = _RecordValidator(run)
+    node = await DHTNode.create(
         host_maddrs=[listen],
-        record_validator=_RecordValidator(run),
+        record_validator=validator,
         startup_timeout=timeout_s,
         strict=False,  # True refuses peers whose clock differs by 3 s
         # Every look-up asks the others: caches would only add traffic and old answers.
@@ -179,6 +184,8 @@ async def _start_node(run: str, listen: str, timeout_s: float) -> Any:
         use_auto_relay=False,
         use_ipfs=False,
     )
+    node.protocol.storage = node.protocol.cache = RecordStorage(validator.key)
+    return node
 
 
 class _DirectoryRecords:
@@ -227,7 +234,8 @@ class _DirectoryRecords:
     async def lookup(self) -> dict[str, Member]:
         """Members that have a record in hivemind's DHT, by name, `MAX_MEMBERS` at most."""
         found = await self._node.get(self._key, latest=True)  # latest: asks every node that may have some
-        entries = found.value.items() if found else ()
+        entries = list(found.value.items()) if found else []
+        random.shuffle(entries)
         members = filter(None, (_parse_record(peer, entry.value) for peer, entry in entries))
         return {member.peer: member for member in islice(members, MAX_MEMBERS)}
 
@@ -267,19 +275,22 @@ class _RecordValidator:
         from hivemind.dht import DHTID
         from hivemind.utils import MSGPackSerializer
 
-        self._key = DHTID.generate(source=_key(run)).to_bytes()
+        self.key = DHTID.generate(source=_key(run)).to_bytes()
         self._pack = MSGPackSerializer.dumps
 
     def validate(self, record: Any) -> bool:
         return (
-            record.key == self._key
-            and record.subkey != self._pack(None)
-            and len(record.subkey) <= MAX_RECORD_BYTES
+            record.key == self.key
+            # Exactly a packed name, or packed bytes, checked without unpacking a stranger's: 1 to 3 bytes of header.
+            and any(self._is_name(record.subkey, header) for header in (1, 2))
             and len(record.value) <= MAX_RECORD_BYTES
-            # Exactly packed bytes, checked without unpacking a stranger's: 2 or 3 bytes of header, then the bytes.
             and record.value in (self._pack(record.value[2:]), self._pack(record.value[3:]))
             and record.expiration_time <= time.time() + MAX_TTL_S
         )
+
+    def _is_name(self, subkey: bytes, header: int) -> bool:
+        name = _NAME.fullmatch(subkey[header:].decode("latin-1"))
+        return name is not None and subkey == self._pack(name[0])
 
     def sign_value(self, record: Any) -> bytes:
         return bytes(record.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import ssl
@@ -18,11 +19,13 @@ from pathlib import Path
 from diloco.base.errors import TicketError, UsageError
 from diloco.identity.keys import SERVER_NAME, Keys, keys_of, weakness
 from diloco.transport.address import split_ticket
-from scripts.attacks.victims import CALM_S, PACE, Attack, NotHeld, Victims
+from scripts.attacks.victims import CALM_S, PACE, START_S, Attack, NotHeld, Victims
 
 IDLE, MANY = 1_100, 5_000
 """Connections of the short form, and of the long one."""
 MAX_GUESSES_PER_S = 20
+LISTED, MAX_TAKEN = 20_000, 2_048
+"""Records that are stored in the directory, and that one node may take."""
 WEAK = (
     "aaaaaaaaaaaaaaaa",
     "abcabcabcabcabcabc",
@@ -77,6 +80,30 @@ sys.exit(any(asyncio.run(enters(address, secret)) for secret in secrets))
 """
 """A program that tries to enter a run as user 65534, where this user may become that one, without a secret or with what
 it finds in a folder. All is imported before: that user may not read our Python."""
+
+DIRECTORY_LIAR = """
+import asyncio, json, sys, time
+from hivemind.dht import DHTID, DHTNode
+from hivemind.utils import MSGPackSerializer
+
+async def lies(number, *addresses):
+    node = await DHTNode.create(initial_peers=addresses, use_relay=False, auto_nat=False, nat_port_map=False)
+    names = ["p0", "p1", "late", *(f"stranger{each}" for each in range(number))]
+    key, taken = DHTID.generate("diloco/attacked/peers"), 0
+    peer = next(iter(node.protocol.routing_table.uid_to_peer_id.values()))
+    for begin in range(0, len(names), 500):
+        some = names[begin : begin + 500]
+        lives = [{"peer": name, "incarnation": 2**62, "address": "127.0.0.1:9"} for name in some]
+        values = [MSGPackSerializer.dumps(json.dumps(life).encode()) for life in lives]
+        lasts = [time.time() + 590.0] * len(some)
+        taken += sum(await node.protocol.call_store(peer, [key] * len(some), values, lasts, some) or ())
+    print(taken)
+    await node.shutdown()
+
+asyncio.run(lies(int(sys.argv[1]), *sys.argv[2:]))
+"""
+"""A program that joins the directory at some addresses and stores lives, later than any, for names of peers and others.
+It prints how many one node took."""
 
 Talk = Generator[bytes, bytes, None]
 """Speech of one connection: gets what was received (empty: nothing new), yields what to send next."""
@@ -234,6 +261,20 @@ def joining_among_idle(victims: Victims) -> str:
         return f"joined in {time.monotonic() - began_s:.0f} s, among {crowd.opened:,} connections"
 
 
+def directory_lies(victims: Victims) -> str:
+    """Lives that are later than those of members and of a joiner, among many more in names of strangers."""
+    variables = {**os.environ, **victims.variables}
+    status = [sys.executable, "-m", "diloco", "status", victims.address("p0"), "--json"]
+    done = subprocess.run(status, capture_output=True, text=True, check=True, env=variables)
+    program = [sys.executable, "-c", DIRECTORY_LIAR, str(LISTED), *json.loads(done.stdout)["directory"]]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, env=variables, timeout=START_S)
+    if not 3 <= (taken := int(done.stdout)) <= MAX_TAKEN:
+        raise NotHeld(f"{taken:,} records were taken")
+    victims.join("late")
+    victims.until(lambda: victims.version("late") > 0, "the joiner's first version")
+    return f"{taken:,} of {LISTED:,} records were taken, and one joined"
+
+
 def guessed_secret(_: Path) -> str:
     """Guesses of a passphrase, each tested against the certificate that any caller gets."""
     began_s, guesses = time.process_time(), 0
@@ -300,6 +341,7 @@ ATTACKS = (
         for name, act in (("idle", idle_connections), ("slow-tls", slow_tls), ("slow-http2", slow_http2))
     ),
     Attack("joining-among-idle", "outsider", joining_among_idle, peers=2, short=False, settings=PACE),
+    Attack("directory-lies", "outsider", directory_lies, peers=2, settings=PACE),
     Attack("another-user", "user", another_user),
     Attack("guessed-secret", "outsider", guessed_secret),
     Attack("weak-secrets", "outsider", weak_secrets),

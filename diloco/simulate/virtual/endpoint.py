@@ -87,7 +87,7 @@ class SimulatedPresence:
         exchange, world = self._process.exchange, self._process.world
         while not self._ended:
             if exchange.alone:
-                exchange.meet(world.directory(self._process))
+                exchange.seek(world.directory(self._process))
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def stop(self) -> None:
