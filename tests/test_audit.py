@@ -101,7 +101,9 @@ def test_a_folder_that_saw_two_names_is_clean(run: PaperRun) -> None:
 
 
 def test_single_folders_in_any_number(run: PaperRun) -> None:
-    assert audit([run.root / "b"]).clean
+    alone = audit([run.root / "b"])
+    assert alone.clean
+    assert [note.text for note in alone.notes] == ["versions count peers whose ledgers are not among these: a, c"]
     assert len(audit([run.root / "b", run.root / "c", run.root / "b"]).peers) == 2
 
 
@@ -323,6 +325,21 @@ def test_checkpoints_that_may_not_be_listed_are_not_passed_over(run: PaperRun, m
     for name in ("listdir", "scandir"):
         monkeypatch.setattr(os, name, refusing(getattr(os, name)))
     with pytest.raises(PermissionError):
+        audit([run.root])
+
+
+def test_the_folder_of_a_peer_that_may_not_be_read_is_not_passed_over(
+    run: PaperRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.stat
+
+    def refused(path: Path, **options: Any) -> os.stat_result:
+        if path.parent == run.root / "b":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(PermissionError, match=LEDGER):
         audit([run.root])
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from diloco.base.clock import monotonic_s
-from diloco.base.errors import StateError
+from diloco.base.errors import Interrupted
 from diloco.base.types import Member, Phase, Progress
 from diloco.compress import open_codecs
 from diloco.config.contract import CodecSection
@@ -217,7 +217,7 @@ def test_who_is_asked_to_leave_copies_no_state_to_its_end() -> None:
         world.ask(lambda: world.network.freeze("p0:1"))
         asked: list[float] = []
         b.asked_to_leave = lambda: bool(asked.append(monotonic_s())) or len(asked) >= 3
-        with pytest.raises(StateError, match="asked to leave"):
+        with pytest.raises(Interrupted, match="asked to leave"):
             drive(b._copy_state(["p0:1"] * 9))
         assert len(asked) in (3, 4)
     finally:

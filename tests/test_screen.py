@@ -13,6 +13,7 @@ from diloco.exchange.service import status_json
 from diloco.observe.events import Stamped, from_json
 from diloco.observe.screen import STRAGGLER_S, Screen, status_text, summary_table
 from diloco.protocol import messages as m
+from diloco.transport.address import split_ticket
 from tests.helpers_events import PEERS, peer_events
 from tests.test_machine import B, standing
 
@@ -251,12 +252,14 @@ def test_what_a_member_answers_is_a_table() -> None:
         "tokens_per_s": 0.0,
     }
     status = {"run": "demo", "version": 12, "tokens": 450_560, "total_tokens": 1_000_000, "answering": "oslo"}
-    status |= {"state_digest": "3fa2b1c9d0e1f2a3ff", "contract_digest": "c0ffee00c0ffee00c0", "reason": "waiting for 2"}
+    digest = "c0ffee00" * 8
+    status |= {"state_digest": "3fa2b1c9d0e1f2a3ff", "contract_digest": digest, "reason": "waiting for 2"}
     status |= {"peers": [peer | {"peer": "oslo"}, peer | joiner, peer | {"peer": "lima", "alive": False}]}
-    assert status_text(status).splitlines() == [
+    lines = status_text(status).splitlines()
+    assert lines == [
         "demo: version 12, 450,560 of 1,000,000 tokens (45%), says oslo",
         "state 3fa2b1c9d0e1f2a3  contract c0ffee00c0ffee00",
-        "join with: diloco peer --join 127.0.0.1:4000/c0ffee00c0ffee00c0",
+        "join with: diloco peer --join 127.0.0.1:4000/" + digest,
         "waiting for 2",
         "",
         "peer                     version   counted since    loss   tok/s      sent     heard          address",
@@ -264,6 +267,7 @@ def test_what_a_member_answers_is_a_table() -> None:
         "\\x1b[31m   at the door         0         not yet       –       –       0 B   0 s ago   127.0.0.1:4000",
         "lima       silent             12              v1   2.310   2.56k   13.8 MB   0 s ago   127.0.0.1:4000",
     ]
+    assert split_ticket(lines[2].rpartition(" ")[2]) == ("127.0.0.1:4000", digest)
 
 
 def test_who_answers_says_what_its_disk_takes() -> None:

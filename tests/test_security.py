@@ -18,7 +18,7 @@ from diloco.base.types import Closed, Commit
 from diloco.cli import main, peer
 from diloco.cli.options import show
 from diloco.config.contract import Contract, ModelSection
-from diloco.config.load import load_contract
+from diloco.config.load import load_contract, load_site
 from diloco.config.site import Site
 from diloco.identity.keys import keys_of, secret_from_environment, without_secret
 from diloco.inner.loop import next_token_loss
@@ -159,6 +159,14 @@ def test_a_step_takes_at_least_the_memory_for_which_it_may_be_refused(precision:
         next_token_loss(model, block)
     assert 0.05 < activation_bytes(contract, 256, 1) / sum(kept.values()) <= 1
     assert activation_bytes(contract, 256, 4) == activation_bytes(contract, 256, 1) / 4
+
+
+def test_the_limit_of_parameters_counts_the_embedding_of_the_data() -> None:
+    contract, island = load_contract("quick").value, Island(0, 1, torch.device("cpu"))
+    count = RankModel(contract, Site(), island).parameters
+    RankModel(contract, load_site(None, [f"device.max_params={count}"]).value, island)
+    with pytest.raises(ConfigError, match=f"has {count:,} parameters, .*; the limit here is {count - 1:,}"):
+        RankModel(contract, load_site(None, [f"device.max_params={count - 1}"]).value, island)
 
 
 def test_a_step_is_refused_by_its_size_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch
 
 import diloco.outer.optimizers
 import diloco.outer.state
-from diloco.base.errors import StateError
+from diloco.base.errors import Interrupted, StateError
 from diloco.base.life import Life
 from diloco.base.types import Closed, Commit, Counted
 from diloco.config.contract import OuterSection
@@ -910,7 +910,7 @@ def test_nobody_waits_for_a_state_that_is_not_wanted_any_more(world: LocalWorld)
     leaving, source = world.peers[:2]
     world.call(lambda: world.network.freeze(source.address))
     leaving.peer.asked_to_leave = lambda: True
-    with pytest.raises(StateError, match="asked to leave"):
+    with pytest.raises(Interrupted, match="asked to leave"):
         drive(leaving.peer.copy_state([source.address]))
     world.call(lambda: world.network.thaw(source.address))
 

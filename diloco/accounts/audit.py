@@ -375,12 +375,15 @@ def _bounds(opening: Mapping[str, Any]) -> Bounds | None:
 
 def _notes(books: Sequence[Book], chain: ChainRecord) -> Iterator[Finding]:
     """Audit notes: ledgers that begin late, end in half a record, miss records for which the disk had no room, or have
-    no contract to compare with."""
+    no contract to compare with; peers without a ledger."""
     if _bounds_of(books) is None:
         yield Finding("", "", -1, 0, "I9 was not checked: no ledger has the contract whose digest it names")
     for first in chain.roots()[:1]:
         if first.version > 0 or not first.founds:  # else it founds the run
             yield Finding("", "", first.version, 0, f"the ledgers given begin at version {first.version}")
+    counted = {entry.peer for commit in chain.commits.values() for entry in commit.counted}
+    if others := sorted(counted - {life.opening["peer"] for book in books for life in book.lives}):
+        yield Finding("", "", -1, 0, f"versions count peers whose ledgers are not among these: {', '.join(others)}")
     for book in books:
         if book.torn_bytes:
             text = f"the ledger ends in {book.torn_bytes} bytes of a record that was never finished"

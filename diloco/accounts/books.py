@@ -109,7 +109,8 @@ def peer_folders(directories: Sequence[Path]) -> list[Path]:
     """Folders of peers with a ledger: those given, and the ones directly inside. Raises StateError."""
     found: list[Path] = []
     for directory in directories:
-        inside = sorted(path.parent for path in directory.glob(f"*/{LEDGER}"))
+        # `glob` would pass over a folder that may not be read.
+        inside = sorted(path for path in directory.iterdir() if (path / LEDGER).is_file()) if directory.is_dir() else []
         own = [directory] if (directory / LEDGER).is_file() else inside
         if not own:
             fix = "give folders of peers, or the --out folder of a simulation"

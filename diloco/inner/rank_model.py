@@ -34,7 +34,7 @@ from diloco.models import build_model, count_parameters, logit_rows
 from diloco.models.transformer import Transformer
 from diloco.observe.events import RankMemory
 from diloco.outer.fragments import Weights, named_parameters
-from diloco.plan.model import activation_bytes, flops_per_token
+from diloco.plan.model import activation_bytes, check_size, flops_per_token
 from diloco.storage.checkpoint import Checkpoint, read_together
 from diloco.storage.disk import JsonValue
 from diloco.storage.saving import Contents
@@ -52,6 +52,7 @@ class RankModel:
         sizes = sizes_of(site.mesh, island.size)
         check(sizes, site, contract, island.ranks_per_node)
         self.contract, self.site, self.island = contract, site, island
+        check_size(contract, self.vocab_size, site.device.max_params)  # the embedding's rows are known only now
         self._check_step()
         self.mesh = Mesh.of(sizes, island.rank, island.device.type, island.timeout_s)
         self.divided = island.size > 1 and divides(sizes, site.mesh)

@@ -49,6 +49,7 @@ FINAL = {
         errors.StateError,
         errors.EvictedError,
         errors.IncompatibleError,
+        errors.Interrupted,
     )
 }
 """Exit codes that starting again does not change."""

@@ -26,6 +26,7 @@ from diloco.base.readable import (
     readable_text,
     readable_times,
 )
+from diloco.base.types import MAX_TEXT
 from diloco.observe.events import Evaluated, Event, Remark, RoundSkipped, Stamped, SwapApplied, VersionClosed
 from diloco.observe.run_folder import MethodResult, outcomes
 from diloco.observe.run_state import Notice, PeerState, RunState, Version
@@ -313,8 +314,8 @@ def status_text(status: Mapping[str, Any]) -> str:
         f"({tokens / max(total, 1):.0%}), says {readable_text(status['answering'])}",
         f"state {readable_text(status['state_digest'][:16]) or NOTHING}  "
         f"contract {readable_text(status['contract_digest'][:16])}",
-        f"join with: diloco peer --join {readable_text(answering['address'], 80)}/"
-        f"{readable_text(status['contract_digest'])}",
+        f"join with: diloco peer --join {readable_text(answering['address'], MAX_TEXT)}/"
+        f"{readable_text(status['contract_digest'], 64)}",
     ]
     if status["reason"]:
         lines.append(readable_text(status["reason"], 200))

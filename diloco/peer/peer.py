@@ -21,7 +21,7 @@ from diloco.accounts.ledger import Opening
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s
 from diloco.base.decisions import Adopt, Drop, KeepLocal, Meet, Rehash, Restore, SaveCheckpoint, Withdraw
-from diloco.base.errors import EvictedError, StateError
+from diloco.base.errors import EvictedError, Interrupted, StateError
 from diloco.base.life import POLL_S, Life, Wait, answered
 from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Phase, Progress
 from diloco.exchange.engine import Exchange
@@ -271,8 +271,8 @@ class Peer:
         self.exchange.seek(list(found.values()))
 
     def copy_state(self, sources: Sequence[str] = (), check: Callable[[], None] = lambda: None) -> Life[None]:
-        """Copy anchor and outer state from these members, and from all that the exchange knows. Raises StateError, also
-        once this peer is to leave, and what `check` raises meanwhile."""
+        """Copy anchor and outer state from these members, and from all that the exchange knows. Raises StateError,
+        Interrupted once this peer is to leave, and what `check` raises meanwhile."""
         self.report(phase=Phase.JOINING)
         total_bytes = sum(buffer.nbytes for _, buffer in self.line.state.buffers())
         self.events.emit(StateCopying(0, total_bytes))
@@ -394,7 +394,7 @@ class Peer:
         self.exchange.lane.hold(self.line.state)  # as the other ranks do: all call it by one number
         try:
             yield from self.copy_state()
-        except StateError as error:
+        except (Interrupted, StateError) as error:
             self.events.emit(Warned(error.cause))
 
     def _data_went_back(self, before: Commit | None, after: Commit) -> bool:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from diloco.base.clock import monotonic_s
-from diloco.base.errors import DilocoError, EvictedError, StateError, UnreachableError
+from diloco.base.errors import DilocoError, EvictedError, Interrupted, StateError, UnreachableError
 from diloco.base.life import POLL_S, Life, Wait, answered
 from diloco.config.site import Site
 from diloco.exchange.engine import Exchange
@@ -81,8 +81,8 @@ def in_time(
     check: Callable[[], None] = lambda: None,
     came_s: Callable[[], float] = lambda: 0.0,
 ) -> Life[T]:
-    """The state a peer copies, and its offer. Raises StateError, also where no bytes came (`came_s`) for `timeout_s` or
-    it is to leave; and what `check` raises meanwhile."""
+    """The state a peer copies, and its offer. Raises StateError, also where no bytes came (`came_s`) for `timeout_s`;
+    Interrupted once it is to leave; and what `check` raises meanwhile."""
     since_s = monotonic_s()
     while not copying.done():
         yield Wait(copying, POLL_S)
@@ -99,5 +99,5 @@ def in_time(
             raise StateError(f"no more of the state came for {timeout_s:g} s", fix)
         if asked_to_leave():
             copying.cancel()
-            raise StateError("asked to leave while the state was copied", "join again")
+            raise Interrupted("asked to leave while the state was copied", "join again")
     return (yield from answered(copying))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.base.errors import DilocoError, EvictedError, ResourceError, StateError, UnreachableError
+from diloco.base.errors import DilocoError, EvictedError, Interrupted, ResourceError, StateError, UnreachableError
 from diloco.exchange.engine import Exchange
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.plans.plan import Fault
@@ -171,7 +171,7 @@ EXPLANATIONS = (
     Explanation(ResourceError, "another rank", SimulatedEndings.parted),
     Explanation(ResourceError, "has not answered", SimulatedEndings.jumped),
     Explanation(StateError, "checkpoint", SimulatedEndings.damaged, keeps_disk=False),
-    Explanation(StateError, "asked to leave", SimulatedEndings.leaves),
+    Explanation(Interrupted, "asked to leave", SimulatedEndings.leaves),
     Explanation(StateError, "state", SimulatedEndings.uncopied),
     Explanation(EvictedError, "live peer named", SimulatedEndings.has_twin),
     Explanation(UnreachableError, "nobody reaches", SimulatedEndings.unreached),
