@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 
-from diloco.base.errors import ResourceError
+from diloco.base.errors import ResourceError, UsageError
+from diloco.cli import inspect, simulate
 from diloco.cli import main as cli
 from diloco.cli.lines import PeerLines
+from diloco.config.load import load_site
 from diloco.observe.events import Evaluated, Stamped, Started, VersionClosed, from_json
+from diloco.run.options import remember
 from tests.peers import DEADLINE_S, PeerProcess, ending, run_cli, tiny_contract
 
 QUICK = Path(__file__).parent.parent / "configs" / "quick.toml"
@@ -86,6 +89,12 @@ def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DILOCO_SECRET", "guess me")
     fails(2, "at least 16", "peer", str(QUICK))
     fails(2, "at least 16", "status", "127.0.0.1:1")
+
+
+def test_a_folder_of_peers_remembers_their_data_root(tmp_path: Path) -> None:
+    (tmp_path / "oslo").mkdir()
+    remember(tmp_path / "oslo", load_site(None, ["data.root=/corpus"]).value, private=False)
+    assert inspect._root(None, tmp_path) == Path("/corpus")
 
 
 @pytest.mark.slow(queued=False)
@@ -217,7 +226,7 @@ def run_limited(limit_bytes: int, *arguments: str) -> subprocess.CompletedProces
 def test_config_show_says_where_values_come_from() -> None:
     shown = run_cli("config", "show", str(QUICK), "--set", "outer.lr=0.5", "--json")
     values = json.loads(shown.stdout)["values"]
-    assert values["outer.lr"] == {"value": 0.5, "from": "--set"}
+    assert values["outer.lr"] == {"value": 0.5, "from": "the command line"}
     assert values["run.name"]["from"].endswith("quick.toml")
     assert values["outer.momentum"]["from"] == "default"
     assert values["timeouts.suspect_s"]["value"] == 4.0
@@ -282,6 +291,21 @@ def test_a_full_disk_or_a_reader_that_is_gone_or_asleep_ends_no_peer() -> None:
             os.close(end)
 
 
+@pytest.mark.parametrize("command", ["['config', 'presets']", "['config', 'show', 'quick', '--json']"])
+def test_an_answer_that_cannot_be_printed_is_no_traceback(command: str) -> None:
+    """Whether it fits into the buffer, which is written at the end, or not."""
+    program = f"import sys; sys.argv[1:] = {command}; from diloco.cli import main; main.run()"
+    with Path("/dev/full").open("wb") as full:
+        done = run_python(program, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == ResourceError.exit_code
+    assert done.stderr.startswith("error: cannot write: No space left on device\n  fix: ")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run_python(program, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (cli.READER_GONE, "")
+
+
 def test_what_is_said_comes_out_whole_and_in_order() -> None:
     said = run_python(SAYING.replace('"x" * 100', "str(number)").replace("20_000", "5000"), stdout=subprocess.PIPE)
     assert said.stdout.split() == [str(number) for number in range(5000)]
@@ -338,6 +362,20 @@ def test_a_simulation_in_virtual_time_takes_no_contract(tmp_path: Path) -> None:
     before = contract.read_text()
     fails(2, "virtual time does not read", "virtual", "--seed", "1", "--json", str(contract))
     assert contract.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("given", "cause"),
+    [
+        ({"seed": 0, "seeds": "0:2"}, "--seed and --seeds do not go together"),
+        ({"seed": 0, "planted": True}, "--seed and --planted do not go together"),
+        ({"plan": Path("x.txt"), "size": "nightly"}, "are for seeds, not for --plan"),
+        ({"planted": True, "policy": "async"}, "are for seeds, not for --planted"),
+    ],
+)
+def test_options_of_virtual_time_that_exclude_each_other(given: dict[str, Any], cause: str) -> None:
+    with pytest.raises(UsageError, match=cause):
+        simulate.virtual(**given)
 
 
 def test_what_was_found_is_told_though_it_cannot_be_written() -> None:

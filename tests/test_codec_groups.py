@@ -151,7 +151,7 @@ def test_a_group_has_defaults_of_its_own(tmp_path: Path) -> None:
         ("[[codec.groups]]\nmatch = []", "codec.groups.0.match: Tuple should have at least 1 item"),
         ("[[codec.groups]]\nmatch = ['']", "codec.groups.0.match.0: String should have at least 1 character"),
         (f"{GROUP}name = 'int7'", "codec.groups.0.name: Input should be 'fp32'"),
-        (f"{GROUP}error_feedback = 0.9", "codec.groups.0.error_feedback: Extra inputs are not permitted"),
+        (f"{GROUP}error_feedback = 0.9", "unknown key error_feedback in group 1 of codec.groups"),
         (f"{GROUP}{GROUP}name = 'fp16'\nscale = 'statistical'", "codec.groups.1: codec.scale 'statistical' is for"),
         (f"{GROUP}name = 'topk'\n[outer]\naveraging = 'radial'", "not 'topk'"),
         (GROUP * 65, "at most 64 items"),
@@ -162,6 +162,12 @@ def test_a_mistake_in_a_group_is_explained(tmp_path: Path, text: str, cause: str
         loaded(tmp_path, text)
     assert cause in raised.value.cause
     assert "contract.toml" in raised.value.cause
+
+
+def test_a_mistyped_key_of_a_group_has_a_suggestion(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key densty in group 2 of codec\.groups") as raised:
+        loaded(tmp_path, f"{GROUP}{GROUP}densty = 0.1")
+    assert raised.value.fix == "did you mean density?"
 
 
 def test_radial_with_groups_whose_means_are_made_once() -> None:

@@ -122,7 +122,7 @@ def test_every_value_knows_where_it_comes_from(tmp_path: Path) -> None:
     rows = {name: (value, origin) for name, value, origin in load_contract(path, ["inner.lr=0.001"]).rows()}
     assert rows["model.layers"] == (9, str(path))
     assert rows["model.dim"] == (PRESETS["1m"]["dim"], "preset 1m")
-    assert rows["inner.lr"] == (0.001, "--set")
+    assert rows["inner.lr"] == (0.001, "the command line")
     assert rows["inner.steps"] == (50, "default")
 
 
@@ -208,11 +208,11 @@ def test_no_key_takes_what_is_not_finite(value: str) -> None:
     assert len(keys[Contract]) > 20
     assert len(keys[Site]) > 8
     for key in keys[Contract]:
-        with pytest.raises(ConfigError, match=rf"--set: {re.escape(key)}: Input should be") as raised:
+        with pytest.raises(ConfigError, match=rf"the command line: {re.escape(key)}: Input should be") as raised:
             load_contract(None, ["run.name='x'", "run.total_tokens=1", f"{key}={value}"])
-        assert f"correct {key} in --set" in raised.value.fix
+        assert f"correct {key} in the command line" in raised.value.fix
     for key in keys[Site]:
-        with pytest.raises(ConfigError, match=rf"--set: {re.escape(key)}: Input should be"):
+        with pytest.raises(ConfigError, match=rf"the command line: {re.escape(key)}: Input should be"):
             load_site(None, [f"{key}={value}"])
 
 
@@ -221,7 +221,7 @@ def test_a_value_that_python_does_not_read_is_explained(tmp_path: Path, value: s
     with pytest.raises(ConfigError, match="is not valid TOML") as raised:
         contract(tmp_path, f"{RUN}\n[inner]\nsteps = {value}")
     explained(raised)
-    with pytest.raises(ConfigError, match=r"--set: inner\.steps: Input should be a valid integer") as raised:
+    with pytest.raises(ConfigError, match=r"the command line: inner\.steps: Input should be a valid integer") as raised:
         contract(tmp_path, RUN, f"inner.steps={value}")
     explained(raised)
 
@@ -279,12 +279,12 @@ def test_another_contract_version_is_named_before_its_unknown_keys(tmp_path: Pat
         ("inner.lr", "cannot read override 'inner.lr'"),
         ("lr=1", "cannot read override 'lr=1'"),
         ("=1", "cannot read override '=1'"),
-        ("inner.lr=", "--set: inner.lr: Input should be a valid number, got ''"),
-        ("inner.lr=fast", "--set: inner.lr: Input should be a valid number, got 'fast'"),
-        ("inner.step=3", "--set: unknown key inner.step"),
-        ("innr.lr=3", "--set: unknown section [innr]"),
-        ("a.b.c=3", "--set: unknown section [a]"),
-        ("model.preset=1M", "--set: model.preset '1M' does not exist"),
+        ("inner.lr=", "the command line: inner.lr: Input should be a valid number, got ''"),
+        ("inner.lr=fast", "the command line: inner.lr: Input should be a valid number, got 'fast'"),
+        ("inner.step=3", "the command line: unknown key inner.step"),
+        ("innr.lr=3", "the command line: unknown section [innr]"),
+        ("a.b.c=3", "the command line: unknown section [a]"),
+        ("model.preset=1M", "the command line: model.preset '1M' does not exist"),
     ],
 )
 def test_a_mistake_in_an_override_names_the_override(tmp_path: Path, override: str, cause: str) -> None:
@@ -307,7 +307,7 @@ def test_overrides_read_toml_values_and_bare_words(tmp_path: Path) -> None:
 
 
 def test_what_an_override_and_the_file_say_together_names_both(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"contract.toml with --set: inner.steps \(50\) must be a multiple"):
+    with pytest.raises(ConfigError, match=r"contract.toml with the command line: inner.steps \(50\) must be a mult"):
         contract(tmp_path, RUN, "sync.fragments=3")
 
 

@@ -517,6 +517,7 @@ def test_the_table_as_rows(tmp_path: Path) -> None:
         ({"recompute": "some"}, "unknown recomputation"),
         ({"batch": 12, "micro_batch": 8}, "no layout of 8 ranks"),
         ({"experts": 4, "active": 5}, "4 experts of which a token goes through 5"),
+        ({"active": 4}, "0 experts of which a token goes through 4"),
         ({"virtual_stages": 99}, "99 pieces"),
     ],
 )

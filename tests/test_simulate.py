@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.base.errors import DilocoError, ResourceError, UsageError
+from diloco.config.load import split_overrides
 from diloco.simulate.local.simulation import SimulateOptions, _plan, _prepare, run_simulation
 from tests.peers import tiny_contract
 
@@ -43,6 +44,13 @@ def test_what_is_in_the_way_is_named(tmp_path: Path) -> None:
     for taken in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ResourceError, match="cannot write to"):
             _prepare(replace(_plan(options(tmp_path)), directory=taken), [])
+
+
+@pytest.mark.parametrize("text", ["membership.start_peers=5", "peer.name=oslo", "storage.directory=elsewhere"])
+def test_a_key_that_a_simulation_sets_is_refused(text: str, tmp_path: Path) -> None:
+    site, contract = split_overrides([text])
+    with pytest.raises(UsageError, match=f"does not take {text.partition('=')[0]}: it is set by"):
+        _plan(replace(options(tmp_path), site_overrides=site, contract_overrides=contract))
 
 
 @pytest.mark.slow

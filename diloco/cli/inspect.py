@@ -102,8 +102,12 @@ def evaluate(
 
 def _root(given: Path | None, *folders: Path) -> Path:
     """The option `--data-root`: as given, else as the first of these folders, or of the peers in them, remembers."""
-    from diloco.run.options import remembered_root
+    from diloco.run.options import SITE_CARD, remembered_root
 
-    places = [place for folder in folders for place in (folder, *sorted(folder.glob("p*")))]
+    places = [
+        place
+        for folder in folders
+        for place in (folder, *sorted(card.parent for card in folder.glob(f"*/{SITE_CARD}")))
+    ]
     remembered = (remembered_root(place) for place in places)
     return given or Path(next(filter(None, remembered), ""))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -22,6 +23,8 @@ ELSEWHERE = {
     "win32": "note: hivemind does not run on Windows: plans, audits and reports work here, peers in WSL 2\n",
 }
 """By `sys.platform`: what works there."""
+READER_GONE = 141
+"""Exit code when nobody reads the output to its end, as a shell gives for SIGPIPE."""
 
 app = Typer(
     help="Train one model over several datacenters, over ordinary networks, with peers that come and go.",
@@ -74,12 +77,28 @@ def run() -> NoReturn:
         arguments = ["virtual", *(argument for argument in arguments[1:] if argument != "--virtual")]
     sys.stderr.write(ELSEWHERE.get(sys.platform, ""))
     try:
-        app(arguments, standalone_mode=True)
+        try:
+            app(arguments, standalone_mode=True)
+        finally:
+            print(end="", flush=True)  # so that a full disk is noticed here, and not at the interpreter's end
+    except SystemExit as ended:
+        if isinstance(
+            ended.__context__, BrokenPipeError
+        ):  # typer exits with 1, which is an audit's word for violations
+            sys.exit(READER_GONE)
+        raise
     except DilocoError as error:
         _fail(error)
     except PermissionError as error:  # in a folder of runs any file may be somebody else's
         logging.getLogger(__name__).debug("not permitted", exc_info=True)
         _fail(ResourceError(f"{error.filename}: {error.strerror}", "ask its owner, or run as the user who wrote it"))
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EPIPE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter's end tries once more
+        if error.errno == errno.EPIPE:
+            sys.exit(READER_GONE)
+        _fail(ResourceError(f"cannot write: {error.strerror}", "make room, or send the output elsewhere"))
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
         if not isinstance(error, MemoryError) and not re.search("out of memory|allocate memory", str(error)):
             raise

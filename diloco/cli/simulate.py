@@ -89,8 +89,15 @@ def virtual(
     """
     from diloco.simulate.virtual import search
 
-    raise_when_stopped()  # what was found until then is told
     choice = search.SeedOptions(policy, without_majority, speeds=speeds, size=size)
+    given = {"--seed": seed is not None, "--seeds": seeds is not None, "--plan": plan is not None, "--planted": planted}
+    asked = [option for option, there in given.items() if there]
+    if len(asked) > 1:
+        raise UsageError(f"{' and '.join(asked)} do not go together", "give one of them")
+    if (plan or planted) and choice != search.SeedOptions():
+        cause = f"--policy, --without-majority, --speeds and --size are for seeds, not for {asked[0]}"
+        raise UsageError(cause, "leave them out, or give --seed or --seeds")
+    raise_when_stopped()  # what was found until then is told
     choice.check()
     if file is not None and (file.suffix == ".toml" or not as_json):  # a contract, which must not be written over
         raise UsageError(f"virtual time does not read {file}", "leave it out; --json FILE writes a file")

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from diloco.base.errors import ConfigError, IncompatibleError
+from diloco.config.codec import CodecGroup
 from diloco.config.contract import CONTRACT_VERSION, Contract
 from diloco.config.presets import PRESETS
 from diloco.config.section import Section, sections_of, shown
@@ -128,11 +129,12 @@ def _validated(schema: type[S], tree: dict[str, Any], where: str, overridden: Co
     """The contract or site of these sections, which `where` has and the command line overrides in part."""
     sections = {section: keys for section, keys in tree.items() if isinstance(keys, dict)}
     origin = {f"{section}.{key}": where for section, keys in sections.items() for key in keys}
-    origin |= dict.fromkeys(overridden, "--set")
+    origin |= dict.fromkeys(overridden, COMMAND_LINE)
     if schema is Contract:
         _check_contract_version(tree, where)
     _check_keys(tree, schema, origin, where)
     if schema is Contract:
+        _check_groups(tree, origin)
         _apply_preset(tree, origin, where)
     try:
         text = json.dumps(tree, default=str)  # str: TOML has dates, we none
@@ -143,7 +145,7 @@ def _validated(schema: type[S], tree: dict[str, Any], where: str, overridden: Co
     except ValidationError as error:
         name, cause = _first_problem(error)
         # A problem of several keys has no place of its own: the file and the command line may both have a part in it.
-        all_places = f"{where} with --set" if overridden and where != COMMAND_LINE else where
+        all_places = f"{where} with {COMMAND_LINE}" if overridden and where != COMMAND_LINE else where
         place = origin.get(name, all_places)
         fix = "`diloco config show quick` shows every key"  # this contract is wrong and cannot be shown
         raise ConfigError(f"{place}: {cause}", f"correct {name} in {place}; {fix}" if "." in name else fix) from error
@@ -228,6 +230,17 @@ def _check_keys(
         for key, name in zip(keys, names, strict=True):
             if name not in _dotted(schema):
                 raise ConfigError(f"{origin[name]}: unknown key {name}", _suggest(section, key, schema))
+
+
+def _check_groups(tree: Mapping[str, Any], origin: Mapping[str, str]) -> None:
+    """Refuse the first unknown key of a contract's `[[codec.groups]]`, with a suggestion. Raises ConfigError."""
+    groups, known = tree.get("codec", {}).get("groups"), CodecGroup.model_fields
+    for number, group in enumerate(groups if isinstance(groups, list | tuple) else (), 1):
+        for key in group if isinstance(group, dict) else ():
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                fix = f"did you mean {near[0]}?" if near else f"keys of [[codec.groups]]: {', '.join(known)}"
+                raise ConfigError(f"{origin['codec.groups']}: unknown key {key} in group {number} of codec.groups", fix)
 
 
 def _dotted(schema: type[Section]) -> list[str]:

@@ -155,6 +155,6 @@ def model_of_size(parameters: int, experts: int = 0, active: int = 1) -> Model:
 
 def check_experts(experts: int, active: int) -> None:
     """Refuse options of the plan whose numbers of experts make no mixture. Raises UsageError."""
-    if experts == 1 or active < 1 or (experts and active > experts):
+    if experts == 1 or active < 1 or active > max(experts, 1):
         cause = f"{experts} experts of which a token goes through {active}"
         raise UsageError(cause, "give --experts at least 2, and --active from 1 to as many")

@@ -89,6 +89,8 @@ class SimulationPlan:
 
 
 COMPARISONS = ("ddp", "average", "alone", "sync")
+SETTLED = {"membership.start_peers": "--peers", "peer.name": "simulate: p0, p1, ...", "storage.directory": "--out"}
+"""Keys of contract and site that a simulation sets, and the option it does so by."""
 
 
 def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: TextIO, live: bool) -> SimulationResult:
@@ -138,6 +140,9 @@ def read_speeds(text: str, peers: int | None) -> tuple[float, ...]:
 
 
 def _plan(options: SimulateOptions) -> SimulationPlan:
+    for text in (*options.contract_overrides, *options.site_overrides):
+        if by := SETTLED.get(key := text.partition("=")[0].strip()):
+            raise UsageError(f"a simulation does not take {key}: it is set by {by}", "leave it out of --set")
     overrides = (*options.contract_overrides, f"membership.start_peers={options.peers}")
     contract = load_contract(options.contract, overrides).value
     site = load_site(options.site, options.site_overrides).value
