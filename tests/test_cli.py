@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +26,8 @@ from diloco.cli import main as cli
 from diloco.cli.lines import PeerLines
 from diloco.config.load import load_site
 from diloco.observe.events import Evaluated, Stamped, Started, VersionClosed, from_json
-from diloco.run.options import remember
+from diloco.run import operate
+from diloco.run.options import remember, remembered_root
 from tests.peers import DEADLINE_S, PeerProcess, ending, run_cli, tiny_contract
 
 QUICK = Path(__file__).parent.parent / "configs" / "quick.toml"
@@ -401,6 +406,32 @@ def test_an_eviction_is_told_to_all_who_answer(tmp_path: Path) -> None:
         assert "c did not answer" in told.stdout
 
 
+@pytest.mark.parametrize(
+    ("peer", "in_view", "text"),
+    [
+        ("b", False, "the view has no peer named b\n  fix: it has no members yet: the run has not begun"),
+        ("a", True, "a answers at 10.0.0.1:1: it lives\n  fix: stop it first"),
+    ],
+)
+def test_an_eviction_that_cannot_be_is_explained(peer: str, in_view: bool, text: str) -> None:
+    entry = {"peer": "a", "address": "10.0.0.1:1", "alive": True, "in_view": in_view, "incarnation": 1}
+    tree = {"run": "r", "contract_digest": "d", "lineage": "l", "answering": "a", "peers": [entry]}
+
+    async def status(*_: object) -> str:
+        return json.dumps(tree)
+
+    with pytest.raises(UsageError) as caught:
+        asyncio.run(operate.evict(SimpleNamespace(status=status), "10.0.0.1:1", peer))  # type: ignore[arg-type]
+    assert str(caught.value).startswith(text)
+
+
+def test_a_folder_that_was_copied_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    remember(tmp_path, load_site(None).value, private=False)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    assert [remembered_root(tmp_path / "copy") for _ in range(3)] == [None] * 3
+    assert caplog.text.count("was copied or restored") == 1
+
+
 @pytest.mark.slow
 def test_an_eviction_that_nobody_takes_is_an_error(tmp_path: Path) -> None:
     with ending([]) as peers:
@@ -409,7 +440,7 @@ def test_an_eviction_that_nobody_takes_is_an_error(tmp_path: Path) -> None:
         a.reaches(1, ["a"])
         told = run_cli("evict", a.ticket(), "a")
     assert told.returncode == 2
-    assert told.stderr.startswith("error: nobody takes a for dead: no other member lives\n")
+    assert re.match(r"error: a answers at 127\.0\.0\.1:\d+: it lives\n", told.stderr)
     assert told.stdout == ""
 
 

@@ -24,7 +24,7 @@ class HFTokenizer:
     def __init__(self, folder: Path) -> None:
         """Read the tokenizer. Raises DataError when `folder` holds no usable one."""
         if not folder.is_dir():
-            fix = "data.tokenizer is 'bytes' or a folder below the site's data.root; nothing is downloaded"
+            fix = "name 'bytes' or a local folder, in a contract one below the site's data.root; nothing is downloaded"
             raise DataError(f"no tokenizer folder at {folder}", fix)
         try:
             auto = transformers.AutoTokenizer  # loaded here, by its name

@@ -192,7 +192,9 @@ def pack(
             raise DataError(f"no text in {', '.join(map(str, paths))}", "name files that hold text")
         partial.replace(output)
     except OSError as error:
-        raise ResourceError(f"cannot write {output}: {error.strerror}", "free disk space or pack elsewhere") from error
+        raise ResourceError(
+            f"cannot write {output}: {error.strerror}", "name a file in a folder that exists, with room on its disk"
+        ) from error
     finally:
         with suppress(OSError):  # it may not be there, and its folder may be none
             partial.unlink()

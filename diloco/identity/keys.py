@@ -109,7 +109,8 @@ def secret_in(path: Path, fix: str, by_others: int = 0o037) -> str:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"cannot read the secret in {path}: {why}", fix) from None
     if status.st_mode & (0o077 if status.st_uid == os.getuid() else by_others):
-        cause = f"others can read or change the secret in {path} (mode {status.st_mode & 0o777:03o}, {status.st_uid}'s)"
+        about = f"mode {status.st_mode & 0o777:03o}, owned by user {status.st_uid}"
+        cause = f"others can read or change the secret in {path} ({about})"
         raise UsageError(cause, fix)
     if len(data) > MAX_SECRET_BYTES:
         raise UsageError(f"{path} has more than {MAX_SECRET_BYTES} bytes: that is no secret", fix)

@@ -115,7 +115,7 @@ class Table:
     @staticmethod
     def read(path: Path) -> Table:
         """Read a bench's table for the report from its `--json` file. Raises UsageError."""
-        fix = "give what `scripts/bench-async --json FILE` or `scripts/bench-quality --json FILE` wrote"
+        fix = "give what `--json FILE` of scripts/bench-async, scripts/bench-quality or `diloco bench scaling` wrote"
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))["table"]
             table = Table(str(tree["title"]), _texts(tree["header"]), tuple(map(_texts, tree["rows"])))

@@ -73,7 +73,12 @@ async def evict(
     tree = status_of(address, await _answer(address, link.status(address, ANSWER_S)))
     known = {entry["peer"]: entry for entry in tree["peers"] if entry["in_view"]}
     if peer not in known:
-        raise UsageError(f"the view has no peer named {peer}", f"it has {', '.join(known)}")
+        raise UsageError(
+            f"the view has no peer named {peer}",
+            f"it has {', '.join(known) or 'no members yet: the run has not begun'}",
+        )
+    if peer == tree["answering"] and known[peer]["alive"]:  # not a later life of a dead one's name
+        raise UsageError(f"{peer} answers at {address}: it lives", "stop it first, and ask another member")
     named = known[peer]["incarnation"]
     if incarnation not in (None, named):
         raise UsageError(f"the view has another life of {peer} by now", "look at `diloco status` again")

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from diloco.base.errors import StateError, UsageError
@@ -128,6 +129,12 @@ def remembered_root(path: Path) -> str | None:
     elif number != status.st_ino:
         why = "was copied or restored"
     if why:
-        logger.warning("%s %s: name the folder of the data (data.root, --data-root)", found, why)
+        _warn_once(f"{found} {why}: name the folder of the data (data.root, --data-root)")
         return None
     return str(root)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """Log a warning, once in a process: the options of a peer are read again by each step of its launch."""
+    logger.warning("%s", text)

@@ -183,7 +183,7 @@ def wait_for(found: Any, everybody: Sequence[Rank], folder: Path) -> Any:
 
 def rows(options: argparse.Namespace) -> list[Row]:
     found: list[Row] = []
-    for lanes in map(int, options.lanes.split(",")):
+    for lanes in options.lanes:
         with tempfile.TemporaryDirectory() as folder:
             seconds, extra, parameters = measure(options, lanes, Path(folder))
         middle = statistics.median(seconds)
@@ -207,10 +207,20 @@ def table(found: Sequence[Row]) -> str:
     return "\n".join(aligned(lines))
 
 
+def counts(text: str) -> list[int]:
+    """Numbers with commas between them, as of `--lanes`."""
+    numbers = list(map(int, text.split(",")))
+    if min(numbers) < 1:
+        raise ValueError(text)
+    return numbers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="of each island (default: %(default)s)")
-    parser.add_argument("--lanes", default="1,2,4", help="settings of network.lanes (default: %(default)s)")
+    parser.add_argument(
+        "--lanes", type=counts, default="1,2,4", help="settings of network.lanes (default: %(default)s)"
+    )
     parser.add_argument("--link-mbit", type=float, default=1.5, help="of each rank (default: %(default)s)")
     outer_steps = ("auto", "ahead", "in_place")
     parser.add_argument("--outer-step", choices=outer_steps, default="auto", help="device.outer_step of all ranks")

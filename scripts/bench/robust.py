@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -126,12 +126,18 @@ def lies(attack: str, honest: Tensor, own: Tensor) -> Tensor:
 
 
 def parse() -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return text.split(",")
+    def names(known: Collection[str]) -> Callable[[str], list[str]]:
+        def parsed(text: str) -> list[str]:
+            if unknown := [name for name in text.split(",") if name not in known]:
+                raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there are {', '.join(known)}")
+            return text.split(",")
 
+        return parsed
+
+    rules = ["mean", *ROBUST]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rules", type=names, default=["mean", *ROBUST], help="with commas (mean and all robust ones)")
-    parser.add_argument("--attacks", type=names, default=[*ATTACKS], help=f"with commas ({','.join(ATTACKS)})")
+    parser.add_argument("--rules", type=names(rules), default=rules, help="with commas (mean and all robust ones)")
+    parser.add_argument("--attacks", type=names(ATTACKS), default=[*ATTACKS], help=f"with commas ({','.join(ATTACKS)})")
     parser.add_argument("--peers", type=int, nargs="+", default=[4, 8], help="a quarter of them lies (4 8)")
     parser.add_argument("--seeds", type=positive, default=3, help="runs of each row (3)")
     parser.add_argument("--small", action="store_true", help="two layers, and half the batch: a quarter of the time")

@@ -87,7 +87,12 @@ def main() -> None:
     parser.add_argument("folder", nargs="?")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    found = traced(arguments.folder)
+    from diloco.base.errors import DilocoError
+
+    try:
+        found = traced(arguments.folder)
+    except DilocoError as error:
+        sys.exit(f"error: {error}")
     if arguments.json:
         print(json.dumps(found))
         return
