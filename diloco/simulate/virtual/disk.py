@@ -18,13 +18,14 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from diloco.base.files import Disk
-from diloco.exchange.log import LOG
 from diloco.protocol.vote import VoteRecord
 from diloco.simulate.virtual.ranks.threads import Died
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.oracle.records import SavedProgress
 
+LOG = "log"
+"""Folder of a disk for means."""
 FIRST = "first"
 """Folder beside that of the disk: a copy of it with its first checkpoint."""
 LOST_SHARE = 0.5

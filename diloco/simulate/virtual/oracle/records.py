@@ -21,6 +21,7 @@ from diloco.accounts.ledger import LEDGER
 from diloco.base.sealed import checksum_of
 from diloco.base.types import Commit
 from diloco.outer.fragments import read_fragment
+from diloco.simulate.virtual.disk import LOG
 from diloco.simulate.virtual.oracle.gate import Violation
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from diloco.storage.checkpoint import Checkpoint
 
 CHECKPOINTS = "checkpoints"
-LOG = "log"
 FRAME = struct.Struct("<IQQ")
 TOLERANCE = 1e-3
 
