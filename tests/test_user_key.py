@@ -108,7 +108,7 @@ def test_a_file_that_is_no_key_of_this_user_alone_is_refused(text: str, mode: in
 def test_a_key_that_another_user_put_there_is_refused() -> None:
     write(KEY)
     os.chown(key_path(), 65534, 65534)
-    with pytest.raises(UsageError, match="65534's"):
+    with pytest.raises(UsageError, match="owned by user 65534"):
         user_key()
 
 

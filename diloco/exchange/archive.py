@@ -297,7 +297,7 @@ class Archive:
         self.means: deque[str] = deque(maxlen=means_kept)
         """Digests of the latest means that are here, whole."""
         self._unlogged: set[str] = set()
-        """Of these, those that the disk of a lane refused."""
+        """Digests of those that the disk of a lane refused."""
         self._numbers: dict[str, int] = {}
         """The lanes' numbers of the states that are kept, by digest."""
 

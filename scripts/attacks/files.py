@@ -84,20 +84,26 @@ def contract_reads(folder: Path) -> str:
 
 def folder_reads(folder: Path) -> str:
     """A peer's folder given to a person says where the data is: anywhere on the machine."""
-    given = folder / "given"
-    given.mkdir(mode=0o700)
-    number = given.stat().st_ino
-    _not_remembered(given, {"data": {"root": str(folder)}}, "was copied or restored")
+    where = {"data": {"root": str(folder)}}
+    _not_remembered(_given(folder, "copied")[0], where, "was copied or restored")
     # Others of this machine need not copy: whoever makes the folder where it is resumed knows its inode.
-    card = {"data": {"root": str(folder)}, "folder": number}
+    given, number = _given(folder, "open")
     given.chmod(0o777)
-    _not_remembered(given, card, "may be written by others")
-    given.chmod(0o700)
+    _not_remembered(given, {**where, "folder": number}, "may be written by others")
     if os.getuid() == 0:  # nobody else can give a file away
-        for path in (given / "site.json", given):
-            os.chown(path, 65534, -1)
-            _not_remembered(given, card, "may be written by others")
+        for name in ("site.json", "."):
+            given, number = _given(folder, f"given away {name}")
+            (given / "site.json").touch()
+            os.chown(given / name, 65534, -1)
+            _not_remembered(given, {**where, "folder": number}, "may be written by others")
     return "may be written by others"
+
+
+def _given(folder: Path, name: str) -> tuple[Path, int]:
+    """A new folder, of this user alone, and its inode."""
+    given = folder / name
+    given.mkdir(mode=0o700)
+    return given, given.stat().st_ino
 
 
 def _not_remembered(given: Path, card: dict[str, Any], words: str) -> None:

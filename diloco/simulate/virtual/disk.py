@@ -24,8 +24,6 @@ from diloco.simulate.virtual.ranks.threads import Died
 if TYPE_CHECKING:
     from diloco.simulate.virtual.oracle.records import SavedProgress
 
-LOG = "log"
-"""Folder of a disk for means."""
 FIRST = "first"
 """Folder beside that of the disk: a copy of it with its first checkpoint."""
 LOST_SHARE = 0.5
@@ -87,7 +85,7 @@ class SimulatedDisk:
         """Write to a file of the disk. Half of the data is there, and OSError is raised, when it is full;
         or the process dies."""
         self._remember(descriptor, path, len(data))
-        if self.full or self.tears is not None or (self.tight and path.parent.name == LOG):
+        if self.full or self.tears is not None or (self.tight and path.parent.name == "log"):
             os.write(descriptor, data[: len(data) // 2])
             if self.tears is not None:
                 dies, self.tears = self.tears, None

@@ -21,7 +21,6 @@ from diloco.accounts.ledger import LEDGER
 from diloco.base.sealed import checksum_of
 from diloco.base.types import Commit
 from diloco.outer.fragments import read_fragment
-from diloco.simulate.virtual.disk import LOG
 from diloco.simulate.virtual.oracle.gate import Violation
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from diloco.storage.checkpoint import Checkpoint
 
 CHECKPOINTS = "checkpoints"
+LOG = "log"
 FRAME = struct.Struct("<IQQ")
 TOLERANCE = 1e-3
 
@@ -243,11 +243,11 @@ class SimulatedRecords:
         disk.reach = (version, applied.digest)
 
     def votes_for(self, commit: Commit) -> None:
-        """Rule 5: whoever votes for a mean has it in its log, for certain."""
-        if self._process.has_folder and not self._process.disk.lying and not self._logs(commit):
-            raise Violation(
-                "I5", f"{self._process.name} votes for version {commit.version}, whose mean is not in its log"
-            )
+        """Rule 5: whoever votes for a mean, and has a log, has it there for certain."""
+        process = self._process
+        logs = process.exchange.votes.use is not None and not process.disk.lying
+        if logs and not self._logs(commit):
+            raise Violation("I5", f"{process.name} votes for version {commit.version}, whose mean is not in its log")
 
     def _logs(self, commit: Commit) -> bool:
         """Whether the log has the whole mean of a version, for certain."""
