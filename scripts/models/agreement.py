@@ -5,9 +5,9 @@ commit is named by its place: a head is the tuple of values decided so far. A va
 peer i drafted in attempt a, or `M<x>/<i>.<a>`, a commit with the mean x; behind `|` are the boots of the voters as the
 drafter knew them, where half of the voters may decide. Messages are growing sets: each may come late, twice or never.
 
-Simpler than production: a seat gets the promises of a majority in one step, as each alone commutes with it; a sync is
-one step; who is up and stands ahead tells the others; what a peer fetches it fetches from one that is up and holds it;
-a proof of death is the truth, or was.
+Simpler than production: a seat gets the promises of a majority in one step, as each alone commutes with it; a word
+and the sync before it are one step, unless a case leaves that sync out; who is up and stands ahead tells the others;
+what a peer fetches it fetches from one that is up and holds it; a proof of death is the truth, or was.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ Head = tuple[str, ...]
 Step = tuple[str, "World", bool]
 REDUCED = "r"
 """The mean of the reduction under way."""
+WITNESSES = -2
+"""In place of a peer: the proposal has gone to witnesses, too."""
 
 
 class Lead(NamedTuple):
@@ -42,6 +44,8 @@ class Peer(NamedTuple):
     """One peer."""
 
     record: VoteRecord
+    unsynced: VoteRecord | None = None
+    """The record that its disk may still have, where the last word went out before the sync."""
     head: Head = ()
     up: bool = True
     gone: bool = False
@@ -115,9 +119,12 @@ class Agreement:
     mean_logged: bool = True
     """A vote, and a proposal, say that the mean is on the disk."""
     witness_last: bool = True
-    """A witness votes only for what a trainer voted for."""
+    """Witnesses are asked when every trainer that is up has voted."""
     commit_first: bool = True
     """A decided commit is on the disk before the record of its own vote takes the old one's place."""
+    late_sync: str = ""
+    """The word that goes out before its record is on the disk, by the field of `VoteRecord`: `promised`, `attempt` or
+    `led`. Empty: none does."""
     heads_named: bool = True
     """Promises name the head: what was promised under another does not count."""
 
@@ -171,9 +178,7 @@ class Agreement:
                 yield from self._restarts(world, i, peer)
                 continue
             if world.crashes and (self.mortal is None or i in self.mortal):
-                down = peer._replace(up=False, lead=None, means=frozenset())
-                after = _put(world, i, down)._replace(crashes=world.crashes - 1)
-                yield f"p{i} dies", after._replace(moving=world.moving and i != 0), True
+                yield from self._dies(world, i, peer)
             if i in self.leavers:
                 yield from self._goes(world, i, peer)
             yield from self._learns(world, i, peer)
@@ -184,8 +189,21 @@ class Agreement:
             if i in self.voting(peer.head):
                 yield from self._gathers(world, i, peer)
                 yield from self._proposes(world, i, peer)
+                yield from self._asks_witnesses(world, i, peer)
                 yield from self._votes(world, i, peer)
                 yield from self._decides(world, i, peer)
+
+    def _dies(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
+        down = peer._replace(up=False, lead=None, means=frozenset(), unsynced=None)
+        after = world._replace(crashes=world.crashes - 1, moving=world.moving and i != 0)
+        yield f"p{i} dies", _put(after, i, down), True
+        if peer.unsynced:
+            yield f"p{i} dies before the sync", _put(after, i, down._replace(record=peer.unsynced)), True
+
+    def _says(self, peer: Peer, word: str, record: VoteRecord) -> Peer:
+        """The peer with the record that this word follows from."""
+        late = word == self.late_sync and record != peer.record
+        return peer._replace(record=record, unsynced=peer.record if late else None)
 
     def _restarts(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
         back = peer._replace(up=True, boot=peer.boot + 1, means=peer.log)
@@ -216,7 +234,7 @@ class Agreement:
                 yield f"p{i} learns {value}", _put(world, i, self._stands(learned, (*peer.head, value))), False
 
     def _stands(self, peer: Peer, head: Head) -> Peer:
-        return peer._replace(head=head, record=peer.record.stand(named(head)), lead=None)
+        return peer._replace(head=head, record=peer.record.stand(named(head)), lead=None, unsynced=None)
 
     def _gathers(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
         voters, dead = self.voters(peer.head), self.dead(world)
@@ -242,7 +260,7 @@ class Agreement:
             record = one.record.promise(attempt)
             assert record is not None
             promises[str(j)] = Promised(one.boot, one.record.attempt, one.record.value)
-            after = _put(after, j, one._replace(record=record))
+            after = _put(after, j, self._says(one, "promised", record))
         options = vote.choices(promises, voters, dead)
         if options:
             lead = Lead(attempt, tuple(options))
@@ -260,7 +278,8 @@ class Agreement:
                 log = peer.log if forced or not self.mean_logged else peer.log | _mean(value)
                 new = frozenset() if forced else _mean(value)
                 leads = Lead(attempt, lead.options if lead else (), value)
-                after = _put(world, i, peer._replace(record=record, lead=leads, means=peer.means | new, log=log))
+                leader = self._says(peer, "led", record)._replace(lead=leads, means=peer.means | new, log=log)
+                after = _put(world, i, leader)
                 after = after._replace(proposals=world.proposals | {Ballot(peer.head, attempt, value)})
                 yield f"p{i} proposes {value} in attempt {attempt} after {named(peer.head)}", after, False
 
@@ -280,26 +299,33 @@ class Agreement:
         new = [f"M{mean}{drafted}"] if self.anew and not world.moving and not means else []
         return (means or views + new) if self.mean_first else means + views + new
 
+    def _asks_witnesses(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
+        if not self.witnesses or not self.witness_last or peer.lead is None or not peer.lead.value:
+            return
+        ballot = Ballot(peer.head, peer.lead.attempt, peer.lead.value)
+        live = {j for j, one in enumerate(world.peers[: self.trainers]) if one.up and not one.gone}
+        asks = ballot._replace(peer=WITNESSES)
+        if asks not in world.proposals and live <= {one.peer for one in world.votes if one[:3] == ballot[:3]}:
+            yield f"p{i} asks witnesses", world._replace(proposals=world.proposals | {asks}), False
+
     def _votes(self, world: World, i: int, peer: Peer) -> Iterator[Step]:
+        asked = WITNESSES if i >= self.trainers and self.witness_last else -1
         for ballot in world.proposals:
             head, attempt, value = ballot[:3]
+            if ballot.peer != asked:
+                continue
             record = peer.record.accept(attempt, value)
-            if head != peer.head or record is None or peer.record.attempt == attempt:
+            if head != peer.head or record is None or (peer.record.attempt, peer.record.value) == (attempt, value):
                 continue
             if self.seat(head, attempt) == i and (peer.lead is None or peer.lead[::2] != (attempt, value)):
                 continue  # nobody hears itself of an earlier boot
             if i >= self.trainers:
-                behind = {one.peer for one in world.votes if one[:3] == (head, attempt, value)} & {
-                    *range(self.trainers)
-                }
-                if self.witness_last and not behind:
-                    continue
-                voted = peer._replace(record=record)
+                voted = self._says(peer, "attempt", record)
             else:
                 if value[0] == "M" and not self._here(world, i, value):
                     continue
                 log = peer.log | _mean(value) if self.mean_logged else peer.log
-                voted = peer._replace(record=record, means=peer.means | _mean(value), log=log)
+                voted = self._says(peer, "attempt", record)._replace(means=peer.means | _mean(value), log=log)
             after = _put(world, i, voted)._replace(votes=world.votes | {Ballot(head, attempt, value, i, peer.boot)})
             yield f"p{i} votes for {value} in attempt {attempt}", after, False
 
@@ -344,10 +370,15 @@ class Agreement:
         return any(i in self.voting(world.peers[i].head) for i in done)
 
     def is_judged(self, world: World) -> bool:
-        """Whether an attempt is left that nobody has promised or led, at the furthest head."""
-        top = max(len(peer.head) for peer in world.peers)
-        there = [peer for peer in world.peers if len(peer.head) == top or not peer.gone]
-        return all(max(peer.record.promised, peer.record.led) < self.attempts - 1 for peer in there)
+        """Whether an attempt is left at the furthest head that nobody has promised or led, of a seat that may come."""
+        top = max((peer.head for peer in world.peers), key=len)
+        there = [peer for peer in world.peers if len(peer.head) == len(top) or not peer.gone]
+        used = max(max(peer.record.promised, peer.record.led) for peer in there)
+        seats = {self.seat(top, attempt) for attempt in range(used + 1, self.attempts)}
+        return any(self._comes(world.peers[i]) for i in seats)
+
+    def _comes(self, peer: Peer) -> bool:
+        return not peer.gone and not peer.lost and (peer.up or not self.forever)
 
 
 def named(head: Head) -> str:
