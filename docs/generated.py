@@ -213,6 +213,7 @@ def exit_codes() -> str:
     for error in sorted(errors, key=lambda kind: kind.exit_code):
         meaning = BUG_OR_FINDING if error is DilocoError else inspect.getdoc(error) or ""
         rows.append((str(error.exit_code), f"`{error.__name__}`", meaning))
+    rows.append(("141", "", "nobody reads the output to its end"))
     rows.append(("129, 143", "", "ended at once by a second SIGHUP or SIGTERM; by a second Ctrl-C it is 130"))
     return table(("code", "raised in the library", "meaning"), rows)
 
