@@ -135,6 +135,7 @@ CASES = (
         "a joiner's view commit beside a reduction; who crashes may stay away",
         Agreement(forever=True, **BESIDE),
         "holds",
+        least=160_000,
     ),
     Case(
         "views-first",
@@ -156,7 +157,7 @@ CASES = (
         Agreement(commit_first=False, **BESIDE),
         "BROKEN",
     ),
-    Case("leaves", "one of three leaves", Agreement(leavers=(2,), **BESIDE), "holds"),
+    Case("leaves", "one of three leaves", Agreement(leavers=(2,), **BESIDE), "holds", least=100_000),
     Case(
         "leaves-dead",
         "it dies for good at any time",
@@ -184,7 +185,13 @@ CASES = (
         Agreement(leavers=(2,), fetches=False, anew=False, mortal=(0,), **BESIDE),
         "STUCK",
     ),
-    Case("leader-leaves", "the seat that began the reduction leaves", Agreement(leavers=(0,), **BESIDE), "holds"),
+    Case(
+        "leader-leaves",
+        "the seat that began the reduction leaves",
+        Agreement(leavers=(0,), **BESIDE),
+        "holds",
+        least=110_000,
+    ),
     Case("two-leave", "two of three leave at once", Agreement(**TWO, **BESIDE), "holds", least=22_000),
     Case("two-leave-early", "they go as soon as they know the commit", Agreement(go="knows", **TWO, **BESIDE), "STUCK"),
     Case(
