@@ -656,7 +656,7 @@ def test_the_mean_goes_to_no_stranger_that_only_a_coordinator_names() -> None:
 
 
 def test_a_repair_leaves_somebody() -> None:
-    """Of nobody's bytes there is no mean, and with some codecs an error."""
+    """A mean of nobody's bytes is an error of some codecs, and makes no sense with the others."""
     machine = standing(7)
     key = begun(machine, A, B, C).key
     for gone, taken in ((("b", "c"), False), (("c",), True)):
