@@ -28,6 +28,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 BESIDE_A_BUSY_THREAD = 1.6
 """Times as long as usual that some work takes on a CPU whose other hyperthread computes, too."""
+DOUBTED = 2
+"""Times that a callback may seem long by chance in the tests of a worker. The host of a virtual machine with two CPUs
+took 4 to 8 ms without a word once in 30 seconds of CPU, and 10 ms twice from one kind of callback in all tests."""
 
 # The same examples on every run: a failure is a failure for everybody. No deadline: CI machines are noisy.
 hypothesis.settings.register_profile("diloco", derandomize=True, deadline=None, max_examples=60)
@@ -66,8 +69,8 @@ class _Probed:
 
     lines: dict[Path, int] = field(default_factory=dict)
     """Lines looked at, by file."""
-    once: dict[str, str] = field(default_factory=dict)
-    """The line of the one time that a callback was over the limit, by at most `BESIDE_A_BUSY_THREAD`."""
+    doubted: dict[str, set[str]] = field(default_factory=dict)
+    """Lines of the few times that a callback was over the limit by at most `BESIDE_A_BUSY_THREAD`, by its name."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -83,8 +86,9 @@ def _loops_are_never_busy_for_long(_loop_probe: _Probed) -> Iterator[None]:
 
     What garbage collection takes there counts in `diloco peer` and `diloco witness`, and not in somebody's own program;
     what the host of a virtual machine took meanwhile counts nowhere, and on a slow CPU the limit is as much longer. How
-    slow it was is measured after the callback, when the other hyperthread may have stopped to compute: so each may
-    once, in all tests of a worker, take as much longer as a busy one costs.
+    slow it was is measured after the callback, when the other hyperthread may have stopped to compute, and a host does
+    not tell of each time that it stops a CPU: so each may a few times, in all tests of a worker, take as much longer as
+    a busy hyperthread costs.
     """
     yield
     long: list[str] = []
@@ -92,15 +96,16 @@ def _loops_are_never_busy_for_long(_loop_probe: _Probed) -> Iterator[None]:
         lines = path.read_text().split("\n")[:-1]  # the last may be on its way
         new, _loop_probe.lines[path] = lines[_loop_probe.lines.get(path, 0) :], len(lines)
         long += [line for line in new if _busy_s(json.loads(line)) > LIMIT_S]
-    again = [line for line in long if _is_proof(line, _loop_probe.once)]
+    again = [line for line in long if _is_proof(line, _loop_probe.doubted)]
     assert not again, f"an event loop was busy for more than {1e3 * LIMIT_S:g} ms of CPU:\n" + "\n".join(again)
 
 
-def _is_proof(line: str, once: dict[str, str]) -> bool:
-    """Whether a callback over the limit shows that it can be: it is far over, or the second time."""
+def _is_proof(line: str, doubted: dict[str, set[str]]) -> bool:
+    """Whether a callback over the limit shows that it can be: it is far over, or it is so too often for chance."""
     read = json.loads(line)
-    first = once.setdefault(read["callback"], line)
-    return first != line or _busy_s(read) > BESIDE_A_BUSY_THREAD * LIMIT_S
+    lines = doubted.setdefault(read["callback"], set())
+    lines.add(line)
+    return len(lines) > DOUBTED or _busy_s(read) > BESIDE_A_BUSY_THREAD * LIMIT_S
 
 
 def _busy_s(line: dict[str, Any]) -> float:

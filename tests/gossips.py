@@ -192,7 +192,7 @@ class World:
         self.peers: list[Gossiper] = []
         for index in range(count):
             self.add(f"p{index}")
-        until(lambda: self.all_know(count - 1), "all know each other", 20.0)
+        until(lambda: self.all_know(count - 1), "all know each other")
         for peer in self.peers:
             drive(peer.peer.enter())
 
@@ -220,7 +220,7 @@ class World:
             peer.peer.exchange.greet(self.peers[0].peer.exchange.me)
         return all(len(peer.peer.exchange.alive()) >= others for peer in self.peers)
 
-    def until(self, condition: Callable[[], Any], what: str, *trainers: Gossiper, deadline_s: float = 20.0) -> Any:
+    def until(self, condition: Callable[[], Any], what: str, *trainers: Gossiper) -> Any:
         """Let these do inner steps, and all others serve, until the condition holds."""
 
         def turn() -> Any:
@@ -232,7 +232,7 @@ class World:
                         peer.peer.between_steps()
             return condition()
 
-        return until(turn, what, deadline_s)
+        return until(turn, what)
 
     def close(self) -> None:
         for peer in self.peers:

@@ -9,7 +9,9 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -142,6 +144,11 @@ class PeerProcess:
     def version(self) -> int:
         versions = self.events("version")
         return int(versions[-1]["version"]) if versions else 0
+
+    def seconds_of_a_version(self) -> float:
+        """The median, by which a limit grows where the machine is slow or busy."""
+        times = [event["time"] for event in self.events("version")]
+        return median(after - before for before, after in pairwise(times))
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)

@@ -113,7 +113,7 @@ def test_versions_that_close_while_nobody_waits_for_them_are_applied_in_order(wo
     mine.life.interrupted()
     mine.inner_step()  # beside what is on its way
     world.rounds(others, 1)
-    until(lambda: mine.peer.exchange.version == 1, "the version has closed here, too", 10.0)
+    until(lambda: mine.peer.exchange.version == 1, "the version has closed here, too")
     drive(rest)
     world.rounds(world.peers, 2)
     assert counted(others[0])[1:] == [["p0", "p1", "p2"]] * 3
@@ -495,7 +495,7 @@ def test_commits_that_take_long_to_come_are_not_asked_for_again(
 
     monkeypatch.setattr(link, "fetch_commits", slow)
     world.call(lambda: world.network.thaw(sleeper.address))
-    until(lambda: sleeper.peer.exchange.version >= version + 3, "it has caught up", 20.0)
+    until(lambda: sleeper.peer.exchange.version >= version + 3, "it has caught up")
     assert sorted(asked) == sorted(set(asked))
     sleeper.catch_up()
     agree(world.peers)
@@ -519,7 +519,7 @@ def test_a_mean_that_takes_long_to_come_is_asked_for_of_two_at_most(
         world.ask(lambda: exchange._perform([FetchMean(commit, tuple(others))]))
     world.ask(lambda: exchange.archive.means.clear())
     world.ask(comes.set)
-    until(lambda: list(exchange.archive.means) == [commit.mean_digest], "it is here", 10.0)
+    until(lambda: list(exchange.archive.means) == [commit.mean_digest], "it is here")
     assert sorted(asked) == [member.address for member in others]
 
 
@@ -599,7 +599,7 @@ def test_who_leaves_applies_what_closed_before_its_goodbye(world: LocalWorld, co
     else:
         leaver.inner_step()
     world.rounds(staying, 1)
-    until(lambda: leaver.peer.exchange.version == 1, "it hears of the version", 10.0)
+    until(lambda: leaver.peer.exchange.version == 1, "it hears of the version")
     leaver.leave()
     assert (leaver.version, leaver.digest) == (1, staying[0].digest)
     totals = leaver.peer.journal.totals

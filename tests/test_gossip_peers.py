@@ -36,7 +36,7 @@ from diloco.transport.link import Link, LinkRefused
 from diloco.transport.pace import MAX_STREAMS
 from tests.fronts import drive
 from tests.gossips import ELEMENTS, TOKENS, Gossiper, World, as_if_answered
-from tests.peers import KEYS, until
+from tests.peers import DEADLINE_S, KEYS, until
 
 FP32 = CodecSection(name="fp32", zstd=False)
 PARTS = 5
@@ -112,9 +112,9 @@ def test_what_is_trained_while_a_swap_is_on_its_way_is_kept(make: Callable[..., 
     since = a.local - sent
     assert a.version == 0
     assert float(since.abs().max()) > 0
-    moved = until(lambda: b.peer.between_steps() or a.peer.between_steps() or a.version, "the answer is here", 10.0)
+    moved = until(lambda: b.peer.between_steps() or a.peer.between_steps() or a.version, "the answer is here")
     assert moved
-    until(lambda: a.peer.between_steps() or a.version, "a has applied it", 10.0)
+    until(lambda: a.peer.between_steps() or a.version, "a has applied it")
     assert torch.allclose(progress(a), since, atol=1e-6)
     assert a.peer.line.trained.tokens == 3 * TOKENS
 
@@ -205,7 +205,7 @@ def test_a_state_that_was_copied_is_kept_no_longer_than_somebody_may_read_it(mon
     snapshots = a.peer.exchange._snapshots
     assert len(snapshots.digests()) == 1
     monkeypatch.setattr(snapshots, "_unread_s", 0.0)
-    until(lambda: not snapshots.digests(), "the state is dropped", 10.0)
+    until(lambda: not snapshots.digests(), "the state is dropped")
     world.close()
 
 
@@ -242,7 +242,7 @@ def test_a_peer_that_leaves_gives_its_progress_away(make: Callable[..., World]) 
     a.step()
 
     leaves(a, beside=b)
-    until(lambda: b.peer.between_steps() or b.version == 1, "b has it", 5.0)
+    until(lambda: b.peer.between_steps() or b.version == 1, "b has it")
     assert a.version == b.version == 1
     assert a.peer.line.trained.tokens == 0
     assert float((b.anchor - 1.0).abs().max()) > 0
@@ -255,13 +255,13 @@ def test_a_peer_that_leaves_while_it_swaps_gives_away_what_it_trained_since(make
     a, b = world.peers
     a.step()
     a.step()  # the swap is under way, most often
-    until(lambda: b.peer.between_steps() or a.peer.exchange.busy or a.version > 0, "they swap", 5.0)
+    until(lambda: b.peer.between_steps() or a.peer.exchange.busy or a.version > 0, "they swap")
     a.step()
 
     leaves(a, beside=b)
     assert a.peer.line.trained.tokens == 0
     assert a.peer.exchange.sending == 0
-    until(lambda: b.peer.between_steps() or b.peer.position() == 3 * TOKENS, "b has it", 5.0)
+    until(lambda: b.peer.between_steps() or b.peer.position() == 3 * TOKENS, "b has it")
 
 
 def test_who_joins_in_an_old_folder_saves_later_checkpoints_than_those_there(
@@ -315,7 +315,7 @@ def test_a_follower_killed_in_the_middle_costs_nothing(make: Callable[..., World
         swaps = {peer: peer.peer.exchange._swaps.current for peer in (b, c)}
         return next((peer for peer, swap in swaps.items() if swap is not None and swap.stage is SwapStage.WHOLE), None)
 
-    victim = until(reserved, "somebody has a's weights and has not served them", 10.0)
+    victim = until(reserved, "somebody has a's weights and has not served them")
     other = c if victim is b else b
     before, trained = a.local, a.peer.line.trained.tokens
     victim.die()
@@ -332,12 +332,12 @@ def test_a_partner_has_the_time_of_two_inner_steps_from_the_first_swap_on(make: 
     a, b = make(2).peers
     a.peer.trained(TOKENS, 30.0)
     a.peer.between_steps()
-    asked = until(lambda: b.peer.exchange._swaps.current, "b is asked for a swap", 10.0)
+    asked = until(lambda: b.peer.exchange._swaps.current, "b is asked for a swap")
     assert asked.deadline_s - monotonic_s() > 50.0  # a reads its weights after its next step only
-    until(lambda: a.peer.between_steps() or a.peer._led is not None, "b agreed", 10.0)
+    until(lambda: a.peer.between_steps() or a.peer._led is not None, "b agreed")
     led = a.peer.exchange._swaps.current
     assert led is not None
-    until(lambda: led.deadline_s < math.inf, "a has sent its weights", 10.0)
+    until(lambda: led.deadline_s < math.inf, "a has sent its weights")
     assert led.deadline_s - monotonic_s() > 50.0  # b has told of no step yet: it is taken to be as slow as a
 
 
@@ -378,7 +378,7 @@ def test_a_leader_killed_in_the_middle_costs_nothing(make: Callable[..., World])
     a, b, c = world.peers
     a.step()
     reserved = lambda: next((peer for peer in (b, c) if peer.peer.exchange.busy), None)  # noqa: E731
-    victim = until(reserved, "somebody waits for a's weights", 10.0)
+    victim = until(reserved, "somebody waits for a's weights")
     a.die()
     other = c if victim is b else b
     world.until(lambda: not victim.peer.exchange.busy, "it gives up waiting")
@@ -498,7 +498,7 @@ def test_bytes_that_no_honest_peer_sends_end_the_swap(stranger: Stranger, payloa
     assert stranger.say() is Reply.OK
     assert victim.peer.exchange.busy
     assert stranger.stream(payloads) is Reply.MALFORMED
-    until(lambda: victim.peer.between_steps() or victim.events("skip"), "the victim tells", 5.0)
+    until(lambda: victim.peer.between_steps() or victim.events("skip"), "the victim tells")
     assert reason in victim.events("skip")[0]["reason"]
     assert not victim.peer.exchange.busy
     assert torch.equal(victim.local, before)
@@ -519,7 +519,7 @@ def test_absurd_weights_come_to_nothing_and_their_sender_is_barred(stranger: Str
     for number in range(1, 4):
         assert stranger.say(body=Invite(number, stranger.word(beat=number))) is Reply.OK
         assert stranger.stream(weights(1e4), height=number, known=(stranger.word(beat=number),)) is Reply.OK
-        until(lambda: victim.peer.between_steps() or not victim.peer.exchange.busy, "it is refused", 5.0)
+        until(lambda: victim.peer.between_steps() or not victim.peer.exchange.busy, "it is refused")
     assert "absurdly large" in victim.events("skip")[0]["reason"]
     assert victim.version == 0
     assert stranger.say(body=Invite(9, stranger.word(beat=9))) is Reply.BARRED
@@ -529,7 +529,7 @@ def test_a_swap_that_is_sent_again_counts_once(stranger: Stranger) -> None:
     victim = stranger.victim
     assert stranger.say() is Reply.OK
     assert stranger.stream(weights(2.0)) is Reply.OK
-    until(lambda: victim.peer.between_steps() or victim.version == 1, "it is applied", 5.0)
+    until(lambda: victim.peer.between_steps() or victim.version == 1, "it is applied")
     once = victim.anchor.clone()
     expected = Pairing(0.7, 0.5).step(victim.peer.line.state.fragments[0], once).anchor
     assert not torch.equal(once, expected)
@@ -552,7 +552,7 @@ def test_weights_that_come_again_before_they_are_applied_are_no_news(stranger: S
     assert stranger.stream(weights(5.0)) is Reply.OK
     assert stranger.stream([]) is Reply.OK
     assert stranger.stream(weights(2.0), height=2) is Reply.STALE
-    until(lambda: victim.peer.between_steps() or victim.version == 1, "it is applied", 5.0)
+    until(lambda: victim.peer.between_steps() or victim.version == 1, "it is applied")
     assert torch.allclose(victim.anchor, torch.full((ELEMENTS,), 1.35))  # 1 + 0.7 (1.5 - 1)
 
 
@@ -571,7 +571,7 @@ def test_who_asks_and_falls_silent_is_given_up(stranger: Stranger) -> None:
     victim = stranger.victim
     assert stranger.say() is Reply.OK
     assert stranger.stream(weights(1.0, 2)) is Reply.OK  # the rest never comes
-    until(lambda: victim.peer.between_steps() or victim.events("skip"), "it is given up", 10.0)
+    until(lambda: victim.peer.between_steps() or victim.events("skip"), "it is given up")
     assert "no weights from stranger in time" in victim.events("skip")[0]["reason"]
     assert not victim.peer.exchange.busy
 
@@ -585,7 +585,7 @@ def greets(victim: Gossiper, member: Member, tokens: int = 0, *hearsay: Member) 
         terms.run, terms.contract, exchange.lineage, member, 0, 0, 0, "", 1, Greeting(known, answer=False)
     )
     greeting = asyncio.run_coroutine_threadsafe(exchange.on_envelope(envelope), exchange._loop)
-    assert greeting.result(10.0) is Reply.OK
+    assert greeting.result(DEADLINE_S) is Reply.OK
 
 
 def test_a_flood_of_made_up_names_dials_a_bystander_seldom_and_keeps_no_connection(stranger: Stranger) -> None:
@@ -606,7 +606,7 @@ def test_a_flood_of_made_up_names_dials_a_bystander_seldom_and_keeps_no_connecti
             assert isinstance(exchange.link, GrpcLink)
             assert not exchange.link._connections
 
-    asyncio.run(asyncio.wait_for(flood(), 20))
+    asyncio.run(asyncio.wait_for(flood(), DEADLINE_S))
     assert 0 < dialled["all"] < 300
     assert victim.peer.exchange.acquaintances.everybody(monotonic_s()) == []
     assert victim.peer.exchange.others_tokens == 0
@@ -624,10 +624,10 @@ def test_who_gives_the_address_of_another_is_not_heard(make: Callable[..., World
     b.peer.exchange.on_envelope = watched  # type: ignore[method-assign]
     liar = Member("liar", 1, b.peer.address)
     greets(a, liar, 2**40)
-    until(lambda: ("liar", 1, b.peer.address) in exchange.lives._unanswered, "a has asked", 5.0)
+    until(lambda: ("liar", 1, b.peer.address) in exchange.lives._unanswered, "a has asked")
     exchange.greet(Member("another", 1, b.peer.address))  # as the directory may name one
-    until(lambda: ("another", 1, b.peer.address) in exchange.lives._unanswered, "a has asked", 5.0)
-    until(lambda: not exchange.lives._asking, "b has said its name", 5.0)
+    until(lambda: ("another", 1, b.peer.address) in exchange.lives._unanswered, "a has asked")
+    until(lambda: not exchange.lives._asking, "b has said its name")
     assert exchange.acquaintances.get("liar") is None
     assert not came
     assert exchange.others_tokens == 0
@@ -638,17 +638,17 @@ def test_the_table_of_a_stranger_is_not_kept_while_it_is_asked(make: Callable[..
     exchange, ghost = a.peer.exchange, Member("ghost", 1, "127.0.0.1:1")
     exchange.lives._answers.clear()
     greets(a, b.peer.exchange.me, 0, ghost)
-    until(lambda: exchange.lives.met(b.peer.exchange.me, 0), "b has answered", 5.0)
+    until(lambda: exchange.lives.met(b.peer.exchange.me, 0), "b has answered")
     assert exchange.acquaintances.get("ghost") is None
     greets(a, b.peer.exchange.me, 0, ghost)
-    until(lambda: exchange.acquaintances.get("ghost"), "now it is heard", 5.0)
+    until(lambda: exchange.acquaintances.get("ghost"), "now it is heard")
 
 
 def test_one_liars_number_does_not_end_the_run(stranger: Stranger) -> None:
     victim = stranger.victim
     victim.step()
     greets(victim, stranger.me, 2**40)
-    until(lambda: victim.peer.exchange.others_tokens, "it is heard", 5.0)
+    until(lambda: victim.peer.exchange.others_tokens, "it is heard")
     assert victim.peer.position() < victim.peer.contract.run.total_tokens
     assert not victim.peer.finishing
 
@@ -661,9 +661,9 @@ def test_who_invites_unknown_is_asked_first(make: Callable[..., World]) -> None:
     word = Acquaintance(b.peer.exchange.me, 10**6, Progress(phase=Phase.TRAINING))
     terms = exchange.terms
     invite = Envelope(terms.run, terms.contract, exchange.lineage, word.member, 0, 0, 0, "", 1, Invite(1, word))
-    ask = lambda: asyncio.run_coroutine_threadsafe(exchange.on_envelope(invite), exchange._loop).result(5.0)  # noqa: E731
+    ask = lambda: asyncio.run_coroutine_threadsafe(exchange.on_envelope(invite), exchange._loop).result(DEADLINE_S)  # noqa: E731
     assert ask() is Reply.BUSY
-    until(lambda: exchange.lives.met(word.member, 0), "b has answered", 5.0)
+    until(lambda: exchange.lives.met(word.member, 0), "b has answered")
     assert ask() is Reply.OK
 
 
@@ -697,9 +697,11 @@ def test_a_partner_has_so_many_streams_here_and_no_more(make: Callable[..., Worl
     liar, terms = Member("liar", 1, "127.0.0.1:9"), exchange.terms
     word = Acquaintance(liar, 1, Progress(), -1.0)
     as_if_answered(exchange, liar)
+    let_in = list[int]()
 
     async def nothing() -> AsyncIterator[Part]:
-        await asyncio.sleep(60.0)
+        let_in.append(1)
+        await asyncio.sleep(DEADLINE_S)
         yield Part(0, b"")
 
     async def flood() -> list[asyncio.Task[Reply]]:
@@ -707,13 +709,13 @@ def test_a_partner_has_so_many_streams_here_and_no_more(make: Callable[..., Worl
         assert await exchange.on_envelope(invite) is Reply.OK
         header = StreamHeader(terms.run, terms.contract, exchange.lineage, liar, Kind.WEIGHTS, 1, 0, 0, (word,))
         streams = [asyncio.ensure_future(exchange.on_parts(header, nothing())) for _ in range(MAX_STREAMS + 50)]
-        await asyncio.sleep(0.2)
-        ended = [stream for stream in streams if stream.done()]
+        while len(let_in) + len(ended := [stream for stream in streams if stream.done()]) < len(streams):
+            await asyncio.sleep(0.01)
         for stream in streams:
             stream.cancel()
         return ended
 
-    ended = asyncio.run_coroutine_threadsafe(flood(), exchange._loop).result(20.0)
+    ended = asyncio.run_coroutine_threadsafe(flood(), exchange._loop).result(DEADLINE_S)
     assert len(ended) == 50
     assert all(
         isinstance(error := stream.exception(), LinkRefused) and error.reply is Reply.TOO_EARLY for stream in ended

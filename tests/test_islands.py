@@ -15,7 +15,7 @@ import torch.distributed as dist
 from diloco.base.errors import ResourceError
 from diloco.island import Island
 from diloco.island.mesh import Mesh
-from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until
+from tests.peers import DEADLINE_S, PeerProcess, ending, ranks_of, tiny_contract, until
 from tests.test_run import agree
 from tests.warm import run_ranks
 
@@ -59,7 +59,7 @@ def loss_at(version: int, peers: list[PeerProcess]) -> float:
         evaluated = [e["val_loss"] for peer in peers for e in peer.events("eval") if e["version"] == version]
         return evaluated[0] if evaluated else None
 
-    return float(until(found, f"somebody evaluates version {version}", 120.0))
+    return float(until(found, f"somebody evaluates version {version}"))
 
 
 @pytest.mark.timeout(600)
@@ -106,6 +106,8 @@ def test_islands_of_any_shape_train_one_model_and_one_comes_back(tmp_path: Path)
 
 def silent(place: int, root: Path) -> None:
     """The last of four ranks takes part in nothing: each other one waits for it in a group of another kind."""
+    (root / f"here-{place}").touch()
+    until(lambda: len(list(root.glob("here-*"))) == 4, "all have started")  # which the 4 s are not for
     island = Island.at(place, 4, torch.device("cpu"), rendezvous=f"file://{root / 'meeting'}", timeout_s=4.0)
     sizes = {"dp_replicate": 1, "pp": 2, "dp_shard": 2, "cp": 1, "ep": 1, "tp": 1}
     mesh = Mesh.of(sizes, place, "cpu", island.timeout_s)
@@ -124,7 +126,7 @@ def silent(place: int, root: Path) -> None:
 
 def share_texts(place: int, root: Path) -> None:
     """Texts of rank 0 reach all ranks in order, however long; a rank 0 that is silent or gone is not waited for."""
-    island = Island.at(place, 3, torch.device("cpu"), rendezvous=f"file://{root / 'meeting'}", timeout_s=5.0)
+    island = Island.at(place, 3, torch.device("cpu"), rendezvous=f"file://{root / 'meeting'}", timeout_s=DEADLINE_S)
     texts = ["", "x", "é" * 20_000, "u" * 70_000, "after"]
     assert [island.share(text if place == 0 else "") for text in texts] == texts
     assert island.all(True)

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -623,14 +623,15 @@ def test_a_rank_that_dies_in_a_sync_takes_its_island_out_and_nobody_else(tmp_pat
         assert [peer.events("end")[-1]["discarded_tokens"] for peer in (a, b)] == [0, 0]
 
 
-async def floods(service: LaneService, names: Sequence[str]) -> int:
-    """Number of streams that a lane refuses of those that senders of these names open, and never end."""
+async def floods(service: LaneService, names: Sequence[str], let_in: Sized) -> int:
+    """Number of streams that a lane refuses of those that senders of these names open, and never end. The lane has a
+    place for each of the others: they are `let_in`."""
     members = [Member(name, 1, "127.0.0.1:9") for name in names]
     headers = [StreamHeader("run", "contract", "lineage", member, Kind.MEAN, 1, 0, 0) for member in members]
     nothing = cast(AsyncIterator[Part], None)
     streams = [asyncio.ensure_future(service.on_parts(header, nothing)) for header in headers]
-    await asyncio.sleep(1.0)  # rank 0 is asked for each
-    ended = [stream for stream in streams if stream.done()]
+    while len(let_in) + len(ended := [stream for stream in streams if stream.done()]) < len(streams):
+        await asyncio.sleep(0.01)  # rank 0 is asked for each
     for stream in streams:
         stream.cancel()
     refused = await asyncio.gather(*ended, return_exceptions=True)
@@ -639,7 +640,10 @@ async def floods(service: LaneService, names: Sequence[str]) -> int:
 
 
 def test_a_lane_has_so_many_streams_of_one_sender_and_of_all_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_in = list[StreamHeader]()
+
     async def endless(header: StreamHeader, parts: Any) -> Reply:
+        let_in.append(header)
         await asyncio.sleep(DEADLINE_S)
         return Reply.OK
 
@@ -649,5 +653,5 @@ def test_a_lane_has_so_many_streams_of_one_sender_and_of_all_strangers(monkeypat
         monkeypatch.setattr(type(lane.terms), "max_part_bytes", 1)
         service = LaneService(lane, first)
         flood = [*(f"stranger{number}" for number in range(MAX_STREAMS + 50)), *["known"] * MAX_STREAMS]
-        refused = asyncio.run_coroutine_threadsafe(floods(service, flood), lane._loop).result(DEADLINE_S)
+        refused = asyncio.run_coroutine_threadsafe(floods(service, flood, let_in), lane._loop).result(DEADLINE_S)
         assert refused == 50

@@ -433,8 +433,8 @@ def test_an_island_that_founded_a_run_does_not_fork_it(tmp_path: Path) -> None:
         peers.append(b)
         a.reaches(1, ["a", "b"])
         os.kill(ranks_of(a)[1], signal.SIGKILL)
-        until(lambda: len(a.events("start")) > 1, "a starts again", 120.0)
-        a.reaches(b.version() + 1, ["a", "b"], deadline_s=120.0)
+        until(lambda: len(a.events("start")) > 1, "a starts again")
+        a.reaches(b.version() + 1, ["a", "b"])
         assert len({event["lineage"] for peer in peers for event in peer.events("version")}) == 1
 
 

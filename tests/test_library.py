@@ -334,7 +334,7 @@ def test_a_round_is_finished_before_later_versions_are_looked_at(own: Own) -> No
     with nobody_reaches(own.run.name):
         own.others_round()
         own.others_round()
-    until(lambda: own.peer.exchange.version == begun_at + 2, "it hears of both", 10.0)
+    until(lambda: own.peer.exchange.version == begun_at + 2, "it hears of both")
     versions = [event.version for event in own.steps(2) if isinstance(event, VersionClosed)]
     assert versions[0] == begun_at + 1
     own.enter()
@@ -368,7 +368,7 @@ def test_whoever_leaves_outside_the_view_is_told_what_was_counted(own: Own) -> N
     own.steps(5)
     with nobody_reaches(own.run.name):
         own.others_round()
-    until(lambda: not own.peer.exchange.in_view, "it hears of the version", 10.0)
+    until(lambda: not own.peer.exchange.in_view, "it hears of the version")
     own.run.leave()
     totals = own.peer.journal.totals
     assert (totals.committed, totals.discarded) == (own.counted(), 10) == (40, 10)

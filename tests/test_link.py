@@ -59,6 +59,8 @@ WELCOME = Welcome(
     (m.Fork("first", 7),),
 )
 MIB = 1 << 20
+AT_ONCE_S = 5.0
+"""For what takes a few hundredths of a second on an idle machine. Whatever waits longer ends as slow, not as down."""
 
 
 def commit(version: int, parts: Sequence[bytes]) -> Commit:
@@ -197,7 +199,7 @@ def play(net: Callable[[], Net], scenario: Scenario) -> None:
         finally:
             await playing.close()
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 
 
 @pytest.fixture(params=[GrpcNet, MemoryNet], ids=["grpc", "memory"])
@@ -503,7 +505,7 @@ def test_nobody_there_is_down_at_once(net):
         ):
             with pytest.raises(LinkDown):
                 await ask
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < AT_ONCE_S
 
     play(net, scenario)
 
@@ -600,9 +602,9 @@ def test_addresses_that_nobody_calls_any_more_are_forgotten(monkeypatch: pytest.
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.01)
+    """Wait for a condition, as long as `play` lets it."""
+    while not condition():
+        await asyncio.sleep(0.01)
 
 
 # ---------------------------------------------------------------- how fast
@@ -1191,10 +1193,10 @@ def test_a_stopped_process_is_slow_and_a_killed_one_down():
             stopped = time.monotonic()
             with pytest.raises(LinkSlow):
                 await net.link.deliver(address, ENVELOPE)
-            assert time.monotonic() - stopped < 0.5 + 0.5
+            assert time.monotonic() - stopped < 0.5 + AT_ONCE_S
             with pytest.raises(LinkSlow):
                 await sending
-            assert time.monotonic() - stopped < 1.0 + 1.0
+            assert time.monotonic() - stopped < 1.0 + AT_ONCE_S
             process.send_signal(signal.SIGCONT)
             await asyncio.sleep(0.1)
             assert await net.link.deliver(address, ENVELOPE) is m.Reply.OK
@@ -1206,7 +1208,7 @@ def test_a_stopped_process_is_slow_and_a_killed_one_down():
                 await sending
             with pytest.raises(LinkDown):
                 await net.link.deliver(address, ENVELOPE)
-            assert time.monotonic() - killed < 0.5
+            assert time.monotonic() - killed < AT_ONCE_S
 
     play(GrpcNet, scenario)
 

@@ -21,6 +21,8 @@ from tests.peers import DEADLINE_S, until
 
 ALONE = {"policy": "quorum", "quorum_peers": 2, "grace_s": 0.0}
 """Two of three go on without the third."""
+MOMENT_S = 30.0
+"""Seconds after which whatever hashes on the loop, which then cannot let it end, is let go."""
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ class Hashing:
     def __call__(self, parts: Sequence[bytes], commit: Commit, layout: Any) -> bool:
         self.threads.add(threading.get_ident())
         self.began.set()
-        self.ended.append(self.may_end.wait(5.0))
+        self.ended.append(self.may_end.wait(MOMENT_S))
         return self._is_mean_of(parts, commit, layout)
 
 
@@ -65,7 +67,7 @@ def test_the_loop_answers_while_fetched_commits_are_hashed(world: LocalWorld, mo
     sleeper = left_behind(world, 3)
     assert hashing.began.wait(DEADLINE_S)
     world.call(hashing.may_end.set)
-    until(lambda: sleeper.peer.exchange.version == version + 3, "it has caught up", 20.0)
+    until(lambda: sleeper.peer.exchange.version == version + 3, "it has caught up")
     sleeper.catch_up()
     assert [commit.version for commit in sleeper.commits if not commit.drafter] == list(range(version + 4))
     assert sleeper.digest == world.peers[0].digest
@@ -86,7 +88,7 @@ def test_a_mean_is_hashed_beside_the_loop(world: LocalWorld, monkeypatch: pytest
     hashing = Hashing(monkeypatch)
     exchange, commit = fetching_a_mean(world)
     hashing.may_end.set()
-    until(lambda: list(exchange.archive.means) == [commit.mean_digest], "it is here", 20.0)
+    until(lambda: list(exchange.archive.means) == [commit.mean_digest], "it is here")
     assert world.ask(threading.get_ident) not in hashing.threads
 
 
@@ -98,7 +100,7 @@ def test_a_state_is_offered_while_a_fetched_mean_is_hashed(world: LocalWorld, mo
     assert world.run(ExchangeService(exchange).on_state_offer("")).version == 1
     assert not hashing.ended
     hashing.may_end.set()
-    until(lambda: list(exchange.archive.means) == [commit.mean_digest], "the mean is here", 20.0)
+    until(lambda: list(exchange.archive.means) == [commit.mean_digest], "the mean is here")
 
 
 def test_versions_that_close_while_fetched_ones_are_hashed_come_once_and_in_order(
@@ -134,7 +136,7 @@ def test_versions_that_close_while_fetched_ones_are_hashed_come_once_and_in_orde
 
     monkeypatch.setattr(missed, "is_mean_of", overtaken)
     world.call(lambda: setattr(chain, "_catching_up_until", -math.inf))
-    until(lambda: exchange.version == version + 3, "it has caught up", 20.0)
+    until(lambda: exchange.version == version + 3, "it has caught up")
     sleeper.catch_up()
     assert [commit.version for commit in sleeper.commits if not commit.drafter] == list(range(version + 4))
     assert sleeper.digest == world.peers[0].digest
@@ -148,12 +150,12 @@ def test_another_member_is_asked_where_the_first_has_just_joined(world: LocalWor
     exchange, newcomer = sleeper.peer.exchange, awake[0].peer.exchange
     world.call(lambda: setattr(exchange.machine._chain, "_catching_up_until", math.inf))  # it asks nobody by itself
     left_behind(world, 2)
-    until(lambda: awake[1].peer.exchange.version == version + 2, "the other has them", 20.0)
+    until(lambda: awake[1].peer.exchange.version == version + 2, "the other has them")
     world.call(newcomer.archive.backlog.clear)
 
     def has_caught_up() -> bool:  # one version may close meanwhile, by what had been on its way
         world.run(exchange._catch_up(newcomer.me))
         return exchange.version == version + 2
 
-    until(has_caught_up, "it has them", 20.0)
+    until(has_caught_up, "it has them")
     assert not exchange.behind

@@ -35,6 +35,7 @@ from scripts.mutation.main import Budget, Row
 from scripts.mutation.probe import alike
 from scripts.mutation.reach import Looks, changed_seeds, look_at
 from scripts.mutation.trial import VIRTUAL, Simulation, Template, Verdict
+from tests.peers import until
 
 SCRIPT = (sys.executable, str(Path(__file__).parent.parent / "scripts" / "mutants"))
 DEADLINE_S = 120.0
@@ -57,8 +58,6 @@ QUICK = (
 """One for most rules of agreement, one for exactly once, one for copies: found within a few seeds."""
 UNCHANGING = ("lease-of-the-version-before", "torn-tail-stays")
 """Change few seeds."""
-BEGUN_S = 20.0
-"""Seconds in which a program has certainly imported the package and begun its first seed, beside other tests."""
 MEMBER = Member("p0", 1, "127.0.0.1:1")
 
 CODE = '''"""Counts."""
@@ -331,15 +330,17 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Template]:
         yield made
 
 
-def verdict_of(template: Template, old: str, new: str, seconds: float) -> Verdict:
-    """The end of the search for a change of `diloco/protocol/vote.py`, with three seeds."""
+def search_for(template: Template, old: str, new: str) -> Simulation:
+    """A search with three seeds for a change of `diloco/protocol/vote.py`."""
     file = "diloco/protocol/vote.py"
     text = (template.unchanged / file).read_text()
     assert text.count(old) == 1
     copy = template.copy_with(Mutant("change", file, "majority", "", 1, text.index(old), old, new))
-    simulation = Simulation(template.warm, copy, range(3), seconds)
-    while not simulation.ended:
-        time.sleep(0.05)
+    return Simulation(template.warm, copy, range(3), DEADLINE_S)
+
+
+def verdict_of(simulation: Simulation) -> Verdict:
+    until(lambda: simulation.ended, "the search ends")
     return simulation.verdict()
 
 
@@ -349,31 +350,34 @@ FIRST_LINE = "    first = voters.index(drafter) if"
 
 @pytest.mark.slow(queued=False)
 def test_a_crash_in_the_first_seed_does_not_count(template: Template) -> None:
-    verdict = verdict_of(template, FIRST_LINE, f"    1 / 0\n{FIRST_LINE}", DEADLINE_S)
+    verdict = verdict_of(search_for(template, FIRST_LINE, f"    1 / 0\n{FIRST_LINE}"))
     assert (verdict.outcome, verdict.seeds) == ("broken", 1)
     assert "ZeroDivisionError" in verdict.by
 
 
 @pytest.mark.slow(queued=False)
 def test_a_package_that_cannot_be_imported_is_broken(template: Template) -> None:
-    verdict = verdict_of(template, "from typing import TypeVar\n", "from typings import TypeVar\n", DEADLINE_S)
+    verdict = verdict_of(search_for(template, "from typing import TypeVar\n", "from typings import TypeVar\n"))
     assert (verdict.outcome, verdict.seeds) == ("broken", 0)
     assert "typings" in verdict.by
 
 
 @pytest.mark.slow(queued=False)
-def test_a_seed_that_does_not_end_is_named(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.mutation.trial.HUNG_S", 1.0)
-    verdict = verdict_of(
-        template, FIRST_LINE, f"    while True:\n        __import__('time').sleep(0.1)\n{FIRST_LINE}", BEGUN_S
-    )
+def test_a_seed_that_does_not_end_is_named(template: Template, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.mutation.trial.HUNG_S", 0.5)
+    hung = tmp_path / "hung"
+    hangs = f"    open({str(hung)!r}, 'w').close()\n    while True:\n        __import__('time').sleep(0.1)\n"
+    simulation = search_for(template, FIRST_LINE, f"{hangs}{FIRST_LINE}")
+    until(hung.exists, "its first seed hangs")
+    simulation._seconds = time.monotonic() - simulation._began_s + 1.0
+    verdict = verdict_of(simulation)
     assert (verdict.outcome, verdict.seeds) == ("hung", 0)
     assert "seed 0 did not end" in verdict.by
 
 
 @pytest.mark.slow(queued=False)
 def test_code_that_is_as_before_survives(template: Template) -> None:
-    verdict = verdict_of(template, FIRST_LINE, f"    pass\n{FIRST_LINE}", DEADLINE_S)
+    verdict = verdict_of(search_for(template, FIRST_LINE, f"    pass\n{FIRST_LINE}"))
     assert (verdict.outcome, verdict.seeds) == ("survived", 3)
 
 

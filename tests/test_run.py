@@ -23,6 +23,9 @@ from scripts.bench.quality_run import Fleet
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract, until
 from tests.programs import synced_only
 
+RETURNED_S = 10.0
+"""Within which a version closes once all are back."""
+
 
 def status(ticket: str) -> dict:
     answer = run_cli("status", ticket, "--json")
@@ -128,6 +131,10 @@ def test_who_is_killed_goes_on_with_its_disk(
             resumed = ("--resume", str(tmp_path / name), *listen[name])
             peers[place] = PeerProcess(name, tmp_path, *resumed, work=synced_only.run)
         events = [peer.reaches(last + 2, list(names)) for peer in peers]
+        returned = max(peer.events("start")[-1]["time"] for peer in peers[:killed])
+        new = [event for peer in peers for event in peer.events("version") if event["version"] > last]
+        next_s = min(event["time"] for event in new if event["time"] >= returned)
+        assert next_s - returned < RETURNED_S + peers[0].seconds_of_a_version()
         assert {event["lineage"] for event in events} == {lineage}
         assert agree(peers) >= 5
         for peer in peers:

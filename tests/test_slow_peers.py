@@ -36,7 +36,7 @@ def go_on(world: LocalWorld, *slow: LocalPeer, versions: int = 3 * BACKLOG) -> N
     while max(peer.peer.exchange.version for peer in awake) < target:
         world.rounds(awake, 1)
     exchanges = [peer.peer.exchange for peer in slow]
-    until(lambda: all(one.version >= target for one in exchanges), "their exchanges have closed them, too", 20.0)
+    until(lambda: all(one.version >= target for one in exchanges), "their exchanges have closed them, too")
 
 
 def means() -> list[Closed]:
@@ -122,7 +122,7 @@ def test_versions_that_close_while_a_slow_peer_copies_are_applied(
         slow.catch_up()
         return slow.version > 4 * BACKLOG
 
-    until(applied, "it has applied them", 20.0)
+    until(applied, "it has applied them")
     assert asked
     assert slow.copies == joined + 1
     go_on(world, slow, versions=1)
@@ -134,7 +134,7 @@ def test_who_trains_through_as_many_versions_as_the_backlog_applies_them(world: 
     slow.inner_step()
     at, joined = slow.peer.exchange.version, slow.copies
     world.rounds(world.peers[:1], 1)
-    until(lambda: at < slow.peer.exchange.version <= at + BACKLOG, "some have closed here, too", 20.0)
+    until(lambda: at < slow.peer.exchange.version <= at + BACKLOG, "some have closed here, too")
     slow.catch_up()
     assert slow.copies == joined
     assert slow.peer.line.trained.tokens == 10
@@ -145,7 +145,7 @@ def test_what_a_version_counts_that_training_never_saw_is_booked_as_committed(wo
     slow = world.peers[3]
     at, rest = slow.peer.exchange.version, slow.offer()
     # Under load others would make a version before it has reached its coordinator, and it would be measured anew.
-    until(lambda: has_offer(world, slow) or slow.peer.exchange.version > at, "its contribution is on its way", 20.0)
+    until(lambda: has_offer(world, slow) or slow.peer.exchange.version > at, "its contribution is on its way")
     slow.life.interrupted()
     slow.inner_step()  # beside what is on its way
     go_on(world, slow)

@@ -236,7 +236,7 @@ def test_with_nothing_left_to_train_nobody_skips_rounds_at_the_door(world: Train
         peer.peer.ending.last_version = 999  # all tokens are there
     world.call(outside.peer.exchange.machine._membership._new_incarnation)
     waiting = world.pool.submit(outside.round)
-    until(lambda: world.rounds(others) and waiting.done(), "a version takes it in", 20.0)
+    until(lambda: world.rounds(others) and waiting.done(), "a version takes it in")
     waiting.result()
     assert outside.peer.exchange.in_view
     assert not [told for told in outside.told if told["kind"] == "skip"]
@@ -264,7 +264,7 @@ def test_whoever_leaves_keeps_the_version_that_closed_last(world: Trainers) -> N
     *others, leaver = world.peers
     world.rounds(world.peers)
     world.rounds(others)
-    until(lambda: leaver.peer.exchange.version == 2, "it hears of the version", 10.0)
+    until(lambda: leaver.peer.exchange.version == 2, "it hears of the version")
     ending = leaver.end()
     commit = others[0].peer.line.commit
     assert commit is not None

@@ -213,8 +213,10 @@ def test_a_second_process_in_the_same_folder_ends() -> None:
 
 @pytest.mark.parametrize("how", ["late 0.5", "broken", "lies"])
 def test_a_disk_whose_syncs_fail_stops_no_training(how: str) -> None:
-    outcome = told(f"peers 3\n1 disk p1 for 4: {how}\n6 power p1\n8 restart p1: disk\ncalm_s 3")
-    assert at(outcome, "CLOSES version 2") < 6
+    """Three vote from version 3 on, so that two go on without its vote: a version takes up to three `stall_s`."""
+    outcome = told(f"peers 3\n6 disk p1 for 20: {how}\n27 power p1\n29 restart p1: disk\ncalm_s 3")
+    closed = [float(line.split()[0]) for line in outcome.lines if "CLOSES version" in line]
+    assert sum(6 < one < 26 for one in closed) >= 3
     assert says(outcome, "p1", "starts with its disk")
 
 

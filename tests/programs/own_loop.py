@@ -85,7 +85,7 @@ def main(told: dict[str, Any]) -> None:
             time.sleep(told.get("pause_s", 0.0))
             if run.step(tokens=ROWS, loss=loss.item()) and "stop_at" in told:
                 saved = Path(folder, "checkpoints", f"v{closed[-1]:08d}")
-                until(saved.is_dir, f"{saved.name} is saved", 60.0)
+                until(saved.is_dir, f"{saved.name} is saved")
             if run.steps - began_at == told.get("stop_at"):
                 out.with_suffix(f".{rank}.stopped").touch()
                 time.sleep(120.0)  # somebody kills it
