@@ -252,6 +252,40 @@ def test_a_full_disk_is_a_warning_and_the_next_mean_is_logged(tmp_path: Path, co
     assert durable(log, "unknown")
 
 
+def test_what_the_disk_refused_is_logged_again_and_what_it_has_is_not(tmp_path: Path, counted: Disks) -> None:
+    log, _ = log_in(tmp_path)
+    draft = log.begin(7)
+    draft.put(0, b"first")
+    draft.end("taken")
+    assert durable(log, "taken")
+    draft.drop()
+    draft = log.begin(7)
+    draft.put(0, b"first")
+    log.submit(lambda: setattr(counted, "full", True)).result()
+    draft.put(1, b"second")
+    draft.end("d")
+    assert not durable(log, "d")
+    assert len(names(tmp_path)) == 1  # what was written of it would take the room that it needs
+    log.again(7, "d", [b"first", b"second"], (0, 1))
+    assert not durable(log, "d")
+    counted.full = False
+    for digest in ("d", "taken", "unknown", "d"):
+        log.again(7, digest, [b"first", b"second"], (0, 1))
+        assert durable(log, digest)
+    assert len(names(tmp_path)) == 2
+    assert read(tmp_path, "d") == [b"first", b"second"]
+
+
+def test_what_is_being_logged_is_not_begun_again(tmp_path: Path, counted: Disks) -> None:
+    log, _ = log_in(tmp_path)
+    counted.free.clear()
+    log.fetched(7, "d", [b"x", b"y"], (0, 1))
+    log.again(7, "d", [b"x", b"y"], (0, 1))
+    counted.free.set()
+    assert durable(log, "d")
+    assert len(names(tmp_path)) == 1
+
+
 def test_who_waits_may_be_cancelled_and_others_not(tmp_path: Path, counted: Disks) -> None:
     log, _ = log_in(tmp_path)
     counted.free.clear()

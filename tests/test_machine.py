@@ -1058,15 +1058,15 @@ def reducing() -> OnPaper:
     return machine
 
 
-def completes(machine: OnPaper) -> list[tuple[Member, m.Propose]]:
-    """All of the mean comes: what the machine proposes, and to whom."""
+def completes(machine: OnPaper, logged: bool = True) -> list[tuple[Member, m.Propose]]:
+    """All of the mean comes, and the log takes it or not: what the machine proposes, and to whom."""
     for part, sender in product((0, 1), (B, C)):
         machine.handle(m.ContributionArrived(7, 0, sender.peer, part), 0.5)
     for part in (0, 1):
         machine.handle(m.PartFolded(7, 0, part), 0.5)
     for part, owner in enumerate("bbcc", 2):
         machine.handle(m.MeanArrived(7, 0, owner, part), 0.5)
-    return sends(machine.handle(m.MeanHeld("mean", 7, 0), 0.6), m.Propose)
+    return sends(machine.handle(m.MeanHeld("mean", 7, 0, logged), 0.6), m.Propose)
 
 
 def admits_x(machine: OnPaper) -> tuple[list[Member], Commit]:
@@ -1396,6 +1396,117 @@ def test_those_that_an_operator_leaves_alone_wait_for_each_other() -> None:
     machine.handle(m.Tick(), 5.3)
     assert machine.lineage != "lineage"
     assert [member.peer for member in machine.view] == ["a", "b"]
+
+
+def proposed_unlogged() -> tuple[OnPaper, Member, m.Propose, list[fx.Effect]]:
+    """The machine of a, whose log has refused a mean, when another proposes that."""
+    machine, seat, attempt = led()
+    assert machine.commit is not None
+    machine.handle(m.MeanHeld("mean", logged=False), 0.1)
+    proposal = m.Propose(7, attempt, following(machine.commit, "mean"))
+    return machine, seat, proposal, machine.hear(seat, proposal, 0.2)
+
+
+def test_who_lacks_the_mean_in_its_log_accepts_when_it_has_room_for_it() -> None:
+    """Rule 5. The vote has a kB, and may fit on a disk that has no room for the mean."""
+    machine, seat, proposal, effects = proposed_unlogged()
+    assert (sends(effects, m.Accept), machine._acceptor.accepted) == ([], (-1, None))
+    effects = machine.handle(m.Tick(), 1.0)
+    assert {body.abstains for _, body in sends(effects, m.Heartbeat)} == {True}
+    assert fx.LogMean("mean") in effects
+    assert fx.LogMean("mean") not in machine.handle(m.Tick(), 1.2)
+    assert fx.LogMean("mean") in machine.handle(m.Tick(), 1.6)
+    machine.handle(m.MeanHeld("mean", logged=False), 1.7)
+    assert [to for to, _ in sends(machine.handle(m.MeanHeld("mean"), 1.8), m.Accept)] == [seat]
+    assert machine._acceptor.accepted == (proposal.attempt, proposal.commit)
+    assert not machine.abstains
+    assert fx.LogMean("mean") not in machine.handle(m.Tick(), 9.0)
+
+
+def test_what_others_decide_closes_with_the_mean_in_memory_alone() -> None:
+    """And this voter is passed over as coordinator until its log takes the mean of a later version."""
+    machine, seat, proposal, _ = proposed_unlogged()
+    assert fx.Close(proposal.commit) in machine.hear(seat, m.Committed(proposal.commit), 0.3)
+    assert machine.abstains
+    assert fx.LogMean("mean") not in machine.handle(m.Tick(), 9.0)
+    machine.handle(m.MeanHeld("later", logged=False), 9.1)
+    machine.handle(m.MeanHeld("later"), 9.2)
+    assert not machine.abstains
+
+
+def test_a_disk_that_takes_votes_again_has_not_logged_the_mean_and_the_other_way_round() -> None:
+    machine, seat, attempt = led()
+    slow = bare(machine)
+    (save,) = [e for e in machine.hear(seat, m.Gather(7, attempt, "again"), 0.1) if isinstance(e, fx.Save)]
+    slow.handle(m.Saved(save.number, refused=True), 0.2)
+    slow.handle(m.MeanHeld("mean", logged=False), 0.3)
+    again = slow.handle(m.Tick(), 1.0)
+    assert fx.LogMean("mean") in again
+    (save,) = [effect for effect in again if isinstance(effect, fx.Save)]
+    slow.handle(m.Saved(save.number), 1.1)
+    assert machine.abstains
+    assert not any(isinstance(effect, fx.Save) for effect in slow.handle(m.Tick(), 2.0))
+    slow.handle(m.MeanHeld("mean"), 2.1)
+    assert not machine.abstains
+    slow.handle(m.MeanHeld("mean", logged=False), 2.2)
+    slow.handle(m.Saved(save.number, refused=True), 2.3)
+    slow.handle(m.MeanHeld("mean"), 2.4)
+    assert machine.abstains
+
+
+def test_a_lone_voter_with_a_full_disk_closes_nothing_until_there_is_room() -> None:
+    machine = standing(7, view=(A,))
+    machine.handle(m.Offered(m.Offer(0, 7, 1, 10, 0)), 0.1)
+    for part in range(RULES.parts[0]):
+        machine.handle(m.PartFolded(7, 0, part), 0.2)
+    machine.handle(m.MeanHeld("mean", 7, 0, logged=False), 0.3)
+    begun = 0
+    for tick in range(1, 100):
+        begun += sum(isinstance(effect, fx.BeginReduction) for effect in machine.handle(m.Tick(), 0.3 + tick))
+    assert (machine.version, machine._acceptor.accepted, begun) == (7, (-1, None), 0)
+    assert machine.reason.startswith("the log refuses the mean")
+    machine.hear(X, m.Heartbeat(7, -1, True, Progress()), 99.6)
+    machine.handle(m.Reached(X), 99.6)
+    machine.handle(m.Tick(), 99.7)
+    assert (machine.height, machine.view) == (8, (A, X))  # members come and go meanwhile
+    machine.handle(m.MeanHeld("mean"), 100.0)
+    for now in (100.1, 105.0):  # x is given a moment to accept it, too
+        machine.handle(m.Tick(), now)
+    assert machine.version == 8
+
+
+def test_a_coordinator_without_room_for_the_mean_asks_for_no_votes_and_gives_way() -> None:
+    """It may die with the mean: whoever has voted by then, a witness for one, would wait for that for good."""
+    machine = reducing()
+    assert completes(machine, logged=False) == []
+    machine.handle(m.Tick(), 0.7)
+    assert machine._acceptor.seat(machine.attempt) != A
+
+
+@pytest.mark.parametrize("abstains", [True, False])
+def test_nobody_waits_for_the_vote_of_one_that_abstains(abstains: bool) -> None:
+    machine = reducing()
+    assert [to for to, _ in completes(machine)] == [B, C]
+    machine.hear(B, m.Heartbeat(7, 7, False, Progress(), abstains=abstains), 0.7)
+    proposal = machine._coordinator._tally.proposal  # type: ignore[union-attr]
+    machine.hear(C, m.Accept(7, 0, proposal.digest), 0.8)  # type: ignore[union-attr]
+    assert machine.version == (8 if abstains else 7)
+
+
+def test_who_leads_on_with_what_was_accepted_before_votes_for_it_when_its_log_has_it() -> None:
+    machine = standing(7)
+    assert machine.commit is not None
+    attempt = next(attempt for attempt in range(1, 9) if machine._acceptor.seat(attempt) == A)
+    earlier = following(machine.commit, "mean")
+    machine.handle(m.MeanHeld("mean", logged=False), 0.1)
+    machine.hear(B, m.Ready(7, attempt, None, "state", 0, earlier), 0.2)
+    assert [body.commit for _, body in sends(machine.handle(m.Tick(), 0.3), m.Propose)] == [earlier, earlier]
+    machine.hear(B, m.Accept(7, attempt, earlier.digest), 0.4)
+    assert (machine.version, machine._acceptor.accepted) == (7, (-1, None))
+    machine.hear(C, m.Accept(7, attempt, earlier.digest), 0.5)
+    assert machine.version == 7
+    machine.handle(m.MeanHeld("mean"), 0.6)
+    assert machine.version == 8
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,9 @@ def test_versions_that_close_while_fetched_ones_are_hashed_come_once_and_in_orde
 
     monkeypatch.setattr(exchange._fetcher, "mean", asked)
 
-    async def noted(closed: Closed) -> None:
+    async def noted(closed: Closed) -> bool:
         kept.append(exchange.version)
-        await take_mean(closed)
+        return await take_mean(closed)
 
     monkeypatch.setattr(exchange.archive, "take_mean", noted)
 

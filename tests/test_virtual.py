@@ -190,7 +190,7 @@ def test_transcript(path: Path) -> None:
 
 
 TOLD = {
-    "all_die_and_resume": r"begins again.*Begin (\d)[.]1 with p0 p1 p2.*Propose \1[.]1 .*CLOSES .* counting p0 p1 p2;",
+    "all_die_and_resume": r"begins again.*Begin (\d)[.]0 with p0 p1 p2.*Propose \1[.]0 .*CLOSES .* counting p0 p1 p2;",
     "coordinator_dies_after_propose": "p1 +DIES.*proposing again what was accepted.*CLOSES .* counting p0 p1",
     "cut_off_peer_keeps_its_vote": "CUT OFF.*CLOSES .* counting p0 p2;.*p2 +DIES.*reachable.*CLOSES .* counting p0 p1;",
     "fork_and_healing": r"FOUNDS version \d.*FOUNDS version \d.*goes on; [1-9].* tokens of ours are void.*copies",

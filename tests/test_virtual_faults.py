@@ -13,7 +13,7 @@ from diloco.protocol import messages as m
 from diloco.protocol.contributor import Contributor
 from diloco.simulate.virtual.plans.draw import SIZES, SLOW_LINKS_MBIT, SLOW_ROUND_S, draw
 from diloco.simulate.virtual.plans.plan import FaultPlan, parse
-from diloco.simulate.virtual.plans.setup import contract_of
+from diloco.simulate.virtual.plans.setup import HEARTBEAT_S, contract_of
 from diloco.simulate.virtual.search import SeedOptions, run_seeds, world_of
 from diloco.simulate.virtual.wires import SimulatedUplinks, flipped
 from diloco.simulate.virtual.world import Outcome
@@ -237,9 +237,46 @@ def test_nobody_votes_for_a_mean_that_its_log_refused() -> None:
     assert [at_s for at_s in closed if 6.0 < at_s < 9.0]
 
 
-def test_one_whose_log_refuses_means_holds_up_no_majority() -> None:
-    outcome = told("peers 3\n2 full p2 for 6: means\n8.5 kill p2\n9 restart p2: disk\ncalm_s 3")
-    assert len([line for line in outcome.lines if "CLOSES" in line and 4.0 < float(line.split()[0]) < 8.0]) > 1
+@pytest.mark.parametrize("peers", [1, 2], ids=["the only voter's", "that of one of two"])
+def test_a_disk_with_room_for_votes_and_not_for_means_makes_its_voter_abstain(peers: int) -> None:
+    """It loses power meanwhile, and goes on from its head when there is room: no version closed that its log lacks."""
+    full, dark = 8.1, 10.0
+    outcome = told(
+        f"peers {peers}\nround_s 0.5\n{full} full p0 for 3: means\n{dark} blackout *: power\n11.5 resume p0\ncalm_s 2"
+    )
+    closed = [float(line.split()[0]) for line in outcome.lines if "CLOSES version" in line]
+    assert not [at_s for at_s in closed if full + 0.6 < at_s < dark]  # one may have been logged before
+    assert [at_s for at_s in closed if at_s > dark]
+
+
+def test_a_version_waits_for_room_on_a_full_disk_and_closes_then() -> None:
+    outcome = told("peers 1\nround_s 0.5\n4.1 full p0 for 3: means\ncalm_s 2")
+    closed = [float(line.split()[0]) for line in outcome.lines if "CLOSES version" in line]
+    assert not [at_s for at_s in closed if 4.2 < at_s < 7.1]
+    assert [at_s for at_s in closed if 7.1 < at_s < 7.1 + 2 * HEARTBEAT_S]
+
+
+def test_others_go_on_without_the_vote_of_one_with_a_full_disk() -> None:
+    """That closes what they decide, too, and catches up from them where its log has a gap after a restart."""
+    outcome = told("peers 3\nround_s 0.5\n6 full p1 for 6: means\n11 power p1\n13 restart p1: disk\ncalm_s 3")
+    closed = [line for line in outcome.lines if "CLOSES version" in line and 7 < float(line.split()[0]) < 11]
+    assert len([line for line in closed if " p0 " in line]) > 4
+    assert len([line for line in closed if " p1 " in line]) > 4
+    assert says(outcome, "p1", "starts with its disk")
+
+
+def test_a_mean_that_no_log_has_binds_no_witness() -> None:
+    """Rule 4: the only trainer asks for no votes for it. Two that lack the mean would wait for that for good."""
+    outcome = told("""
+        peers 1
+        witnesses 2
+        round_s 0.5
+        4.1 full p0 for 4: means
+        6 power p0
+        9 restart p0: disk
+        calm_s 3
+    """)
+    assert [line for line in outcome.lines if "CLOSES version" in line and float(line.split()[0]) > 9]
 
 
 def test_a_late_sync_holds_its_own_peer_up() -> None:
@@ -254,6 +291,22 @@ def test_all_lose_power_while_a_disk_lies() -> None:
 
 
 # ---------------------------------------------------------------- life
+
+
+def test_two_that_begin_again_elsewhere_hear_from_a_witness_where_they_are() -> None:
+    """Each knows the other at the address of the process before. The witness hears from both."""
+    outcome = told("""
+        peers 2
+        witnesses 1
+        round_s 0.5
+        6 kill p0
+        6 kill p1
+        9 restart p0: disk
+        9 restart p1: disk
+        calm_s 5
+    """)
+    closed = [line for line in outcome.lines if "CLOSES version" in line and 9 < float(line.split()[0]) < 11.5]
+    assert [line for line in closed if "counting p0 p1" in line]
 
 
 def test_a_run_ends_with_one_state_for_all() -> None:

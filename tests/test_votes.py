@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -83,6 +85,22 @@ def test_a_voter_goes_over_to_a_lineage_that_has_all_that_its_disk_has(
     ignored = lineage != "lineage" and not goes_over
     assert endpoint.welcome == (None if ignored else welcome)
     assert [text.split(":")[0] for text in warned] == ["b"] * ignored
+
+
+def test_a_restart_whose_log_lacks_a_mean_says_which_and_what_to_do(votes: DiskVotes, tmp_path: Path) -> None:
+    stand(votes)
+    restart, said = Restart(tmp_path, past_votes(tmp_path), joins=False), list[str]()  # type: ignore[arg-type]
+    peer: Any = SimpleNamespace(
+        name="a",
+        line=SimpleNamespace(commit=FIRST),
+        rank=SimpleNamespace(redone=False),
+        warn=said.append,
+        do=lambda decision: iter(()),
+    )
+    assert list(restart.redo(peer, checkpoint=None)) == []  # type: ignore[arg-type]
+    (warning,) = said
+    assert "no mean of version 1: going on from the one before" in warning
+    assert f"move {tmp_path / VOTES} away" in warning
 
 
 @pytest.mark.parametrize("kept", [1, 40, -1])

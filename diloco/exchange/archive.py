@@ -13,9 +13,7 @@ from diloco.base.life import done
 from diloco.base.types import Closed, Commit
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes
-from diloco.exchange.votes import Votes
 from diloco.outer.state import OuterState, StateChunk
-from diloco.protocol.effects import Save
 from diloco.protocol.streams import StateOffer
 
 MAX_SNAPSHOTS = 2
@@ -296,8 +294,6 @@ class Archive:
         """Whether the next version's outer step overwrites the state."""
         self.means: deque[str] = deque(maxlen=means_kept)
         """Digests of the latest means that are here, whole."""
-        self._unlogged: set[str] = set()
-        """Digests of those that the disk of a lane refused."""
         self._numbers: dict[str, int] = {}
         """The lanes' numbers of the states that are kept, by digest."""
 
@@ -361,37 +357,24 @@ class Archive:
             return None
         return await self._lanes.chunk(self._numbers[digest], entry)
 
-    async def take_mean(self, closed: Closed) -> None:
-        """Have the lanes keep the mean of a version that another peer gave, whole. Waits until it is in their logs."""
+    async def take_mean(self, closed: Closed) -> bool:
+        """Have the lanes keep the mean of a version that another peer gave, whole. Returns whether their logs have it,
+        once they have it or have refused it."""
         digest = closed.commit.mean_digest
         self._lanes.take_mean(closed.commit.version, digest, closed.parts)
         self.keep_mean(digest)
-        await self.log(digest)
+        return await self._lanes.logged(digest)
 
-    async def log(self, digest: str) -> None:
-        """Wait until a mean that is here, whole, is in the logs of all lanes, or a disk has refused it."""
-        if await self._lanes.logged(digest):
-            self._unlogged.discard(digest)
-        else:
-            self._unlogged.add(digest)
-
-    async def save(self, votes: Votes, save: Save) -> bool:
-        """Save what binds this voter. Returns whether it is there for good. A commit is accepted with its mean in the
-        log alone (rule 5): a disk that refused that is asked once more, for the next time that this is saved."""
-        commit = save.accepted
-        if commit is None or commit.mean_digest not in self._unlogged:
-            return await votes.save(save)
-        parts = await self._lanes.mean(commit.mean_digest)
-        if parts is not None:
-            await self.take_mean(Closed(commit, parts))
-        return False
+    def log_again(self, version: int, fragment: int, digest: str) -> None:
+        """Have the lanes log a mean once more that is here whole, where their logs have refused it."""
+        self.keep_mean(digest)
+        self._lanes.each(Lane.log_again, version, fragment, digest)
 
     def keep_mean(self, digest: str) -> None:
         """Have the lanes keep this mean, which is here whole, and forget those that nobody needs."""
         if digest in self.means:
             self.means.remove(digest)
         self.means.append(digest)
-        self._unlogged.intersection_update(self.means)
         self._lanes.each(Lane.keep_means, {*self.means, *self.backlog.means()})
 
     async def commits(self, since: int) -> AsyncIterator[Closed]:

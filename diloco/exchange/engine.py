@@ -72,8 +72,7 @@ class Exchange(ExchangeTasks):
         self.overlap_tokens = 0
         """Tokens of the inner steps that go on while a contribution is on its way."""
         self.behind = False
-        """Only a copy of the state helps: this peer is too far behind to fetch missing commits, or the next version was
-        made on another state than ours."""
+        """Only a copy of the state helps: others keep no commits from ours on, or made the next on another state."""
         self._on_reason = on_reason
         self.lane = Lane(terms.lane, link, loop, log)
         self.lane.head = self
@@ -173,14 +172,13 @@ class Exchange(ExchangeTasks):
         """Hand the exchange a mean from this peer's log, which it accepted before it was restarted."""
 
         async def held() -> None:
-            await self.archive.take_mean(closed)
+            await self.archive.take_mean(closed)  # the log of the process before has it in any case
             self._feed(m.MeanHeld(closed.commit.mean_digest))
 
         self._call(lambda: self._spawn(held()))
 
     def state_unused(self) -> Future[bool]:
-        """Whether no peer copies the state that the exchange holds. Then it is offered to none any more, and may be
-        overwritten: a joiner waits for the next `hold`."""
+        """Whether no peer copies the held state. Then it may be overwritten: joiners wait for the next `hold`."""
         return self._ask(self.archive.reuse)
 
     def report(self, progress: Progress) -> None:
@@ -191,10 +189,8 @@ class Exchange(ExchangeTasks):
         self, sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
     ) -> Future[tuple[OuterState, StateOffer, tuple[m.Fork, ...]]]:
         """A copy of the state that members hold, those at these addresses and those that the exchange knows; `local`,
-        which is `commit`'s, if it is that. And the forks that led to its lineage.
-
-        Cancelled, it is given up. Raises StateError where nobody gives it.
-        """
+        which is `commit`'s, if it is that. And the forks that led to its lineage. Cancelled, it is given up. Raises
+        StateError where nobody gives it."""
 
         async def copied() -> tuple[OuterState, StateOffer, tuple[m.Fork, ...]]:
             copy = await self.copying.copy(sources, local, commit, progress)
@@ -336,6 +332,9 @@ class Exchange(ExchangeTasks):
                     self.lanes.at(part, Lane.send_mean, (height, attempt), part, omitted)
                 case fx.SealMean(height, attempt):
                     self._call(self._seal, (height, attempt))
+                case fx.LogMean(digest):
+                    self.archive.log_again(self.machine.making, self.machine.fragment, digest)
+                    self._spawn(self._report_held((-1, -1), digest, self._contents))
                 case fx.FetchMean(commit, sources):
                     self._spawn(self._fetcher.mean(commit, sources))
                 case fx.CatchUp(source):
@@ -359,7 +358,7 @@ class Exchange(ExchangeTasks):
         try:
             reply = await self.link.deliver(to.address, effect.envelope)
         except LinkDown:
-            await self._lost(to)
+            await self._meetings.miss(to)
         except LinkSlow:
             logger.debug("%s did not answer %s", to.peer, type(effect.envelope.body).__name__)
             if not self.lives.answered_since(to, since_s):
@@ -369,7 +368,7 @@ class Exchange(ExchangeTasks):
         if reply is m.Reply.OLD_COPY:
             self._feed(m.Outdated())
         if reply is not None and self.machine.roster.is_earlier(to, monotonic_s()):
-            await self._lost(to)  # its next life may have its address, too
+            await self._meetings.miss(to)  # its next life may have its address, too
         elif reply is not None:
             self.lives.replied(to.peer, reply)
             await self._meetings.meet(to, self.machine.boot_of(to))
@@ -377,11 +376,7 @@ class Exchange(ExchangeTasks):
             failpoints.hit(f"after-{step}")
 
     async def _save(self, save: fx.Save) -> None:
-        self._feed(m.Saved(save.number, refused=not await self.archive.save(self.votes, save)))
-
-    async def _lost(self, member: Member) -> None:
-        if await self.lives.gone(member):
-            self._feed(m.Unreachable(member, self.lives.proven(member)))
+        self._feed(m.Saved(save.number, refused=not await self.votes.save(save)))
 
     # ------------------------------------------------------------ reducing
 
@@ -419,7 +414,7 @@ class Exchange(ExchangeTasks):
 
     def on_lost(self, member: Member) -> None:
         """A lane's stream to this member broke."""
-        self._spawn(self._lost(member))
+        self._spawn(self._meetings.miss(member))
 
     async def admit(self, header: StreamHeader) -> m.Reply:
         """Reply to a stream that reaches a lane: OK to read it. Waits until its reduction has begun here."""
@@ -455,8 +450,10 @@ class Exchange(ExchangeTasks):
         self._spawn(self._report_held(key, digest, self._contents))
 
     async def _report_held(self, key: tuple[int, int], digest: str, contents: MeanContents) -> None:
-        await self.archive.log(digest)  # a repair may take parts away meanwhile
-        self._feed(m.MeanHeld(digest, *key) if contents.sealed == digest else m.MeanHeld(digest))
+        making, logged = self.machine.making, await self.lanes.logged(digest)
+        if making == self.machine.making:  # a repair may have taken parts away meanwhile
+            height, attempt = key if contents.sealed == digest else (-1, -1)
+            self._feed(m.MeanHeld(digest, height, attempt, logged))
 
     async def _notify_moved(self) -> None:
         async with self.moved:

@@ -9,7 +9,6 @@ L, so that each lane has its share of what a peer owns, sends and receives, whoe
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,8 +32,6 @@ from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.transport.link import Link, LinkRefused
-
-logger = logging.getLogger(__name__)
 
 NEWS_S = 60.0
 """Seconds that the training side of a rank other than 0 waits while nothing comes of what rank 0 has announced. Of a
@@ -155,9 +152,8 @@ class Lane(ExchangeTasks):
     def begin(self, begin: m.Begin, version: int, fragment: int, header: StreamHeader, number: int) -> None:
         """Make room in this lane for a version's parts. `number`: of the state it is made on, if held; else 0."""
         self.drop()
-        terms, me = self.terms, header.sender.peer
+        terms, me, draft = self.terms, header.sender.peer, self._log.begin(version)
         piece = terms.layout.fragments[fragment]
-        draft = self._log.begin(version)
         work = self.work = LanePayloads(begin, me, piece, terms.codecs, terms.max_norm_ratio, terms.averaging, draft)
         self._header = header
         self.sender.keep(begin.receivers)
@@ -232,6 +228,11 @@ class Lane(ExchangeTasks):
         """Keep a mean that was fetched in this lane. Of `parts` only those that are `held` here need be there."""
         self._log.fetched(version, digest, parts, held)
         self.keep_mean(digest, parts)
+
+    def log_again(self, version: int, fragment: int, digest: str) -> None:
+        """Log a mean once more that this lane keeps, if its log has refused it."""
+        if (parts := self._means.get(digest)) is not None:
+            self._log.again(version, digest, parts, self.terms.layout.fragments[fragment].cuts)
 
     def moves(self) -> None:
         """Tell others that something moves here, though no bytes do."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from diloco.base.clock import monotonic_s
 from diloco.base.types import MAX_LIST, Member
 from diloco.protocol.machine import Machine
-from diloco.protocol.messages import Event, Reached, Reply
+from diloco.protocol.messages import Event, Reached, Reply, Unreachable
 from diloco.protocol.streams import ProcessId, Welcome
 from diloco.protocol.view import Timing
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
@@ -54,7 +55,7 @@ class Lives:
 
     def __init__(self, link: Link, timing: Timing) -> None:
         self._link = link
-        self._heartbeat_s, self._suspect_s, self._stall_s = timing.heartbeat_s, timing.suspect_s, timing.stall_s
+        self._heartbeat_s, self.suspect_s, self._stall_s = timing.heartbeat_s, timing.suspect_s, timing.stall_s
         self._answers: dict[tuple[str, int], Answer] = {}
         """By peer and incarnation, of lives that answered."""
         self._asking: set[tuple[str, int, str]] = set()
@@ -115,7 +116,7 @@ class Lives:
             return None
         self._listed.add(address)
         try:
-            welcome = await self._link.hello(address, self._suspect_s)
+            welcome = await self._link.hello(address, self.suspect_s)
         except (LinkDown, LinkSlow, LinkRefused):
             return None
         finally:
@@ -150,7 +151,7 @@ class Lives:
 
     def refusal(self) -> Reply:
         """The refusal in which all agree who replied lately; OK where they do not. Any thread may ask."""
-        since_s = monotonic_s() - self._suspect_s
+        since_s = monotonic_s() - self.suspect_s
         replies = {reply for reply, at_s in list(self._replies.values()) if at_s >= since_s}  # one step, under the GIL
         return replies.pop() if len(replies) == 1 else Reply.OK
 
@@ -179,6 +180,8 @@ class Meetings:
     def __init__(self, contract: bytes, lives: Lives, machine: Machine, feed: Callable[[Event], None]) -> None:
         """`contract`: canonical JSON of the run's; `feed`: gives an event to the state machine."""
         self._contract, self._lives, self._machine, self._feed = contract, lives, machine, feed
+        self._asked, self._ask_at_s = 0, -math.inf
+        """Members asked where others are, and the time from which the next may be."""
 
     async def meet(self, member: Member, boot: int) -> None:
         """Note that a life can be reached, once that process of it, or a later one, has answered."""
@@ -187,13 +190,25 @@ class Meetings:
         if answers and not roster.reaches(member):
             self._feed(Reached(member))
 
+    async def miss(self, member: Member) -> None:
+        """Note that a life cannot be reached, once nobody takes a connection at its address. It may have gone on at
+        another one, and not know where we are: where two of three are restarted at once, the third hears from both."""
+        if not await self._lives.gone(member):
+            return
+        self._feed(Unreachable(member, self._lives.proven(member)))
+        others = self._machine.others()
+        if others and monotonic_s() >= self._ask_at_s:
+            self._asked, self._ask_at_s = self._asked + 1, monotonic_s() + self._lives.suspect_s
+            welcome = await self._lives.welcome_at(others[self._asked % len(others)].address)
+            await self.seek(welcome.members if welcome is not None else ())
+
     async def seek(self, listed: Sequence[Member]) -> None:
-        """Ask at the addresses that the directory lists, where the roster has not got these lives there."""
+        """Ask at addresses that the directory or a member names, where the roster has not got these lives there."""
         me, is_located = self._machine.me, self._machine.roster.is_located
         await asyncio.gather(*(self._seek(one) for one in listed if one.peer != me.peer and not is_located(one)))
 
     async def _seek(self, listed: Member) -> None:
-        """Meet the peer of the run that answers there. All else that is listed may be an outsider's word."""
+        """Meet the peer of the run that answers there. All else that was said of it may be an outsider's word."""
         welcome = await self._lives.welcome_at(listed.address)
         if welcome is not None and welcome.contract == self._contract:
             self._machine.roster.meet(welcome.members[:1], monotonic_s())

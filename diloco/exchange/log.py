@@ -211,6 +211,7 @@ class LoggedDraft(MeanDraft):
                 write()
         except OSError as error:
             self._refused = True
+            self._file.drop()  # what it has of the mean takes room that the next attempt to log it needs
             self._log.refused(error)
 
 
@@ -227,6 +228,9 @@ class LaneLog:
     def fetched(self, version: int, digest: str, parts: Sequence[bytes], held: Collection[int]) -> None:
         """Log the parts `held` here of a mean that was fetched whole."""
 
+    def again(self, version: int, digest: str, parts: Sequence[bytes], held: Collection[int]) -> None:
+        """Log a mean once more, if the disk has refused it."""
+
     async def durable(self, digest: str) -> bool:
         """Whether a mean that is whole here is on the disk. Waits until it is, or the disk has refused it."""
         return True
@@ -238,8 +242,8 @@ class LaneLog:
 class DiskLog(LaneLog):
     """The log of a lane's means on a disk, by a thread of its own: no disk holds up an event loop.
 
-    A disk that refuses ends no training: the mean is left out, with a warning. This peer does not vote for it. Where
-    the others decide it all the same, a restart goes on from before it.
+    A disk that refuses ends no training: there is a warning, and this peer votes for no mean that its log lacks. What
+    others decide is left out, and a restart goes on from before it.
     """
 
     def __init__(self, directory: Path, rank: int, life: int, warn: Callable[[str], None]) -> None:
@@ -264,6 +268,11 @@ class DiskLog(LaneLog):
             draft.put(part, parts[part])
         draft.end(digest)
         draft.close()
+
+    def again(self, version: int, digest: str, parts: Sequence[bytes], held: Collection[int]) -> None:
+        whole = self._whole.get(digest)
+        if whole is not None and whole.done() and not whole.result():
+            self.fetched(version, digest, parts, held)
 
     async def durable(self, digest: str) -> bool:
         whole = self._whole.get(digest)
@@ -302,7 +311,7 @@ class DiskLog(LaneLog):
     def refused(self, error: OSError) -> None:
         """The disk refuses a mean of the lane: there is one warning until it takes one. On the log's thread."""
         if not self._full:
-            self._warn(f"no mean in the log: {error.strerror}; this peer votes for none until its disk takes one")
+            self._warn(f"no mean in the log: {error.strerror}; this peer votes for none until its disk takes it")
         self._full = True
 
 

@@ -67,8 +67,8 @@ class Fetcher:
             if fits:
                 # Else it came from elsewhere meanwhile, and not with an earlier version whose mean is equal.
                 if commit.version > self._machine.version or digest not in self._archive.means:
-                    await self._archive.take_mean(closed)
-                    self._feed(m.MeanHeld(digest))
+                    logged = await self._archive.take_mean(closed)
+                    self._feed(m.MeanHeld(digest, logged=logged))
                 return
 
     async def commits(self, source: Member) -> bool:

@@ -130,7 +130,8 @@ def status_json(
     `seats`: live voters that train, one of which is to coordinate.
     `mean_lost_with`: members that do not live, one of which may have the mean of an accepted version that no live one
     has.
-    `durable`: the votes of the peer that answers are on a disk. `abstains`, of a peer: its disk refuses them.
+    `durable`: the votes of the peer that answers are on a disk. `abstains`, of a peer: its disk refuses them,
+    or the mean for which it would vote.
     `send_bps`: how fast others take what the peer that answers sends, bits per second; 0: unknown.
     """
     commit, electorate = machine.commit, machine.electorate

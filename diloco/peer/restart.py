@@ -17,7 +17,7 @@ from diloco.base.decisions import Redo
 from diloco.base.life import Life
 from diloco.base.types import Closed, Commit
 from diloco.exchange.log import logged_mean
-from diloco.exchange.votes import PastVotes, past_votes
+from diloco.exchange.votes import VOTES, PastVotes, past_votes
 from diloco.outer.fragments import Layout
 from diloco.outer.line import book, book_drop
 from diloco.protocol.vote import Restored
@@ -75,7 +75,12 @@ class Restart:
                 drops = any(counted.peer == peer.name for counted in commit.counted)
                 yield from peer.do(Redo(commit.to_bytes().decode(), folder, peer.name, drops))
                 if not peer.rank.redone:
-                    peer.warn(f"the log lacks the mean of version {commit.version}: others must give it")
+                    head = self._past.restored.head.version
+                    peer.warn(
+                        f"the log has no mean of version {commit.version}: going on from the one before. This peer "
+                        f"votes again when it has version {head} from another. Where none has that, stop all peers, "
+                        f"move {self._folder / VOTES} away and resume: a new lineage goes on from the last checkpoint"
+                    )
                     return
                 if drops:
                     book_drop(line)

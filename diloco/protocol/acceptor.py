@@ -42,7 +42,7 @@ class Acceptor:
         """Number of the latest `Save`."""
         self._enough = 0
         """Number of the first `Save` since the disk refused one: each since then has the head."""
-        self.abstains = False
+        self._refused = False
         """The disk refuses what binds this voter, which therefore promises and accepts nothing."""
         self._again_at = post.now
         self._then: dict[str, tuple[int, Callable[[], None]]] = {}
@@ -61,6 +61,11 @@ class Acceptor:
         """Whether this voter stood on a later commit before it was restarted than it does now: its record is about the
         successor of that one, and commits before it say nothing about its life."""
         return self.chain.height < self._from_height
+
+    @property
+    def abstains(self) -> bool:
+        """Whether the disk refuses what binds this voter, or the log the mean on which it would vote."""
+        return self._refused or bool(self.contributor.unlogged)
 
     def seat(self, attempt: int) -> Member:
         """The coordinator of an attempt to decide the next commit."""
@@ -167,9 +172,13 @@ class Acceptor:
             self._post.emit(fx.FetchMean(proposal.commit, tuple(dict.fromkeys(others))))
 
     def accept(self, proposal: m.Propose) -> None:
-        """Vote for a proposed commit. A learner says so that it holds the mean: its vote does not count yet."""
+        """Vote for a proposed commit, unless the log has refused its mean: whoever accepts has that after a restart.
+
+        A learner says so that it holds the mean: its vote does not count yet.
+        """
         record = self._record.accept(proposal.attempt, proposal.commit.digest)
-        if record is None or not self.membership.in_view:
+        unlogged = proposal.commit.mean_digest in self.contributor.unlogged
+        if record is None or unlogged or not self.membership.in_view:
             return
         self._bind(record, proposal.commit, "Accept", lambda: self._say_accept(proposal))
 
@@ -195,7 +204,7 @@ class Acceptor:
             return
         if record != self._record:
             self._record, self._accepted = record, accepted
-            self._number = self._post.save(record, accepted, self.chain.commit if self.abstains else None)
+            self._number = self._post.save(record, accepted, self.chain.commit if self._refused else None)
         if self._post.saved >= self._number:
             then()
         else:
@@ -204,10 +213,10 @@ class Acceptor:
     def on_saved(self, event: m.Saved) -> None:
         """Go on with what waited for the disk. A disk that refuses is asked again: until then this voter abstains."""
         if event.refused:  # with the head, perhaps, which those that are under way may lack: they are not enough
-            self.abstains, self._enough = True, self._number + 1
+            self._refused, self._enough = True, self._number + 1
         if event.number < self._enough:
             return
-        self.abstains = False
+        self._refused = False
         self._post.on_saved(event.number)
         due = {what: then for what, (number, then) in self._then.items() if number <= self._post.saved}
         self._then = {what: waiting for what, waiting in self._then.items() if what not in due}
@@ -216,8 +225,12 @@ class Acceptor:
 
     def save_again(self) -> None:
         """Ask a disk that refused once more, if that is due."""
-        if self.abstains and self._post.now >= self._again_at:
-            self._again_at = self._post.now + self._timing.heartbeat_s
+        if not self.abstains or self._post.now < self._again_at:
+            return
+        self._again_at = self._post.now + self._timing.heartbeat_s
+        for digest in filter(self.contributor.holds, sorted(self.contributor.unlogged)):
+            self._post.emit(fx.LogMean(digest))
+        if self._refused:
             self._number = self._post.save(self._record, self._accepted, self.chain.commit)
             self._then = {what: (self._number, then) for what, (_, then) in self._then.items()}
 

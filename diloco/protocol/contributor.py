@@ -42,6 +42,9 @@ class Contributor:
         self._held: list[str] = []
         """Digests of the latest means that are here, whole, since this version is made: two may have an equal mean, and
         that of the earlier one may be gone already, or be in no log of the later."""
+        self.unlogged: set[str] = set()
+        """Digests of means that the log refused: this voter accepts none of them. Where the version closes without its
+        vote they stay, until the log takes another mean."""
         self._whole: Reduction | None = None
         """The latest reduction of this version whose mean is here."""
         self._over = (-1, -1)
@@ -275,12 +278,13 @@ class Contributor:
 
     def on_mean_held(self, event: m.MeanHeld) -> bool:
         """Note a mean that is here, whole. True: it is that of the reduction under way, which is complete."""
-        self._held = [*self._held, event.mean_digest][-self._rules.means_kept :]
-        reduction = self.reduction
+        digest, reduction = event.mean_digest, self.reduction
+        self._held = [*(one for one in self._held if one != digest), digest][-self._rules.means_kept :]
+        self.unlogged = self.unlogged & {*self._held} - {digest} if event.logged else self.unlogged | {digest}
         # It is not complete any more if it was repaired while we hashed.
         if reduction is None or reduction.key != (event.height, event.attempt) or not reduction.complete:
             return False
-        reduction.mean_digest = event.mean_digest
+        reduction.mean_digest = digest
         self._whole = reduction
         reduction.times.moved_at_s = self._post.now
         return True

@@ -126,10 +126,12 @@ class Coordinator:
             # It may have been decided already: with another value two commits could have a majority.
             self._post.note(f"attempt {attempt}: proposing again what was accepted before")
             self._propose(tally, earlier)
-        elif (whole := self.contributor.to_propose) is not None:
+        elif (whole := self.contributor.to_propose) is not None and whole.mean_digest not in self.contributor.unlogged:
             self._propose(tally, self.drafter.version_commit(whole), whole)
         elif self.membership.changes():
             self._propose(tally, self.drafter.view_commit())
+        elif whole is not None:
+            self._post.note("the log refuses the mean, which is proposed when the disk takes it")
         elif not self._is_reducing():
             self._begin_if_matched(tally)
 
@@ -310,9 +312,11 @@ class Coordinator:
         return not commit.moves or self.contributor.holds(commit.mean_digest)
 
     def _ask_witnesses(self, tally: Tally, proposal: m.Propose) -> None:
-        """As coordinator, ask witnesses to vote when every live trainer accepted the commit, or does not answer."""
+        """As coordinator, ask witnesses to vote when every live trainer accepted the commit, abstains, or does not
+        answer."""
         membership = self.membership
-        others = [member for member in membership.trainers_alive() if member != membership.me]
+        trainers = [member for member in membership.trainers_alive() if not membership.abstains(member)]
+        others = [member for member in trainers if member != membership.me]
         stall_s = self._timing.stall_s
         patient = self._post.now - tally.proposed_at_s < stall_s or self.contributor.still_s() < stall_s
         asked = tally.witnesses_asked or not proposal.commit.moves
@@ -346,7 +350,7 @@ class Coordinator:
         me, electorate = membership.me.peer, membership.electorate
         self._ask_witnesses(tally, proposal)
         accepted = electorate.suffice(tally.accepts | {me: self._post.boot})
-        if not accepted or not self._is_here(commit):
+        if not accepted or not self._is_here(commit) or commit.mean_digest in self.contributor.unlogged:
             self._reconsider(tally, commit)
             return
         if me not in tally.accepts:

@@ -81,6 +81,13 @@ class SealMean(OfAttempt):
 
 
 @dataclass(frozen=True, slots=True)
+class LogMean:
+    """The log has refused a mean of the version being made, which is here: log it once more, report MeanHeld."""
+
+    mean_digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class FetchMean:
     """Get the mean of a proposed commit from somebody who accepted it, report MeanHeld."""
 
@@ -130,6 +137,6 @@ class Note:
 
 
 Effect = (
-    Send | Save | BeginReduction | RepairReduction | SendContribution | FoldPart | SendMean | SealMean | FetchMean
-    | CatchUp | Close | GiveUp | Resync | Note
+    Send | Save | BeginReduction | RepairReduction | SendContribution | FoldPart | SendMean | SealMean | LogMean
+    | FetchMean | CatchUp | Close | GiveUp | Resync | Note
 )  # fmt: skip

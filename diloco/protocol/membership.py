@@ -98,7 +98,7 @@ class Membership:
         return self.lives(member) and not far and not self.abstains(member)
 
     def abstains(self, member: Member) -> bool:
-        """Whether another member says that its disk takes no votes."""
+        """Whether this other member says that its disk refuses its vote: nobody waits for that."""
         beat = self.roster.heartbeat(member)
         return beat is not None and beat.abstains
 

@@ -81,7 +81,7 @@ class Heartbeat:
     stands: Annotated[int, MinValue(-1)] = -1
     """Height of the latest commit that is on the sender's disk: it will know of that one also after a restart."""
     abstains: bool = False
-    """The sender's disk takes no votes: another is to coordinate."""
+    """The sender's disk takes no votes, or not the mean for which it would vote: another is to coordinate."""
 
     @property
     def founded(self) -> bool:
@@ -377,6 +377,8 @@ class MeanHeld:
     height: int = -1
     """With `attempt`: the reduction that it is of; -1: it was fetched."""
     attempt: int = -1
+    logged: bool = True
+    """The log has it, too, or there is none; False: the disk refused it."""
 
 
 @dataclass(frozen=True, slots=True)

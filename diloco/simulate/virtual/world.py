@@ -352,7 +352,7 @@ class SimulatedWorld:
 
     def doors(self, process: SimulatedProcess) -> list[str]:
         """Addresses of others that a simulated peer may have heard of, in any order."""
-        others = [host.address for host in self.hosts.values() if host.name != process.name and not host.witness]
+        others = [host.address for host in self.hosts.values() if host.name != process.name]
         return self.dice.sample(others, len(others))
 
     def started_again(self, process: SimulatedProcess, with_disk: bool) -> None:

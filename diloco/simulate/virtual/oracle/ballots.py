@@ -193,7 +193,9 @@ class SimulatedBallots:
         self._asked.add((to, *ballot))
         cast = self._votes.get(commit.previous, {}).get(ballot, set())
         trainers = [member for member in before.view if not member.witness and member.peer not in {host.name, *cast}]
-        living = [member.peer for member in trainers if host.machine.roster.alive(member, host.now)]
+        roster = host.machine.roster
+        beats = {member: roster.heartbeat(member) for member in trainers if roster.alive(member, host.now)}
+        living = [member.peer for member, beat in beats.items() if beat is None or not beat.abstains]
         if living and host.now - since_s < self.world.setup.timing.stall_s - SLACK_S:
             what = f"asks {to.peer} for its vote for {_name(commit, propose.attempt)} before {', '.join(living)}"
             raise Violation("I5", f"{host.name} {what}")
