@@ -161,6 +161,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         """Seconds by which this process's clock is ahead of virtual time."""
         self.work_s = WORK_S
         """Time that work of another thread takes."""
+        self._worked_until_s: dict[Any, float] = {}
+        """Time of the latest result of each thread: it gives them in order."""
         self.stopped = self.dead = False
         self.died_s = math.inf
         """Virtual time of its death."""
@@ -305,7 +307,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Future[T]:
         """Do work of another thread of the process: at once, but its result takes its time."""
         done, later = InPlace().submit(func, *args), self.create_future()
-        self.call_later(self.work_s, _settle, later, done)
+        at_s = self.time() + self.work_s
+        if executor is not None:  # else any of several threads does it
+            at_s = self._worked_until_s[executor] = max(at_s, self._worked_until_s.get(executor, at_s))
+        self.call_at(at_s, _settle, later, done)
         return later
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
