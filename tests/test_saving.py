@@ -47,14 +47,14 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 class Training:
     """A peer of one process whose weights move."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, every: int = 1) -> None:
         self.directory = directory
         self.saver = Saver(Island(0, 1, torch.device("cpu")))
         self.weights, self.anchor = torch.zeros(1000), torch.zeros(1000)
         self.version = 0
         self.seen: list[EventLine] = []
         emit = Events(None, "a", [lambda stamped: self.seen.append(to_json(stamped))]).emit
-        self.keeper = CheckpointSchedule(emit, emit, self.begin)
+        self.keeper = CheckpointSchedule(every, emit, emit, self.begin)
 
     def contents(self) -> Contents:
         return {"outer": whole_slices({"0/anchor": self.anchor})}, {"version": self.version}
@@ -120,6 +120,19 @@ def test_one_at_a_time_and_the_last_is_waited_for(tmp_path: Path, disk: Disk) ->
     training.saver.finish()
     training.keeper.look()
     assert training.events("checkpoint")[-1]["version"] == 4
+
+
+def test_the_first_version_is_saved_and_the_first_after_a_copied_state(tmp_path: Path) -> None:
+    """Before that the log leads on from nothing: a voter that is restarted would be another life."""
+    training = Training(tmp_path, every=4)
+    for version in range(1, 12):
+        if version == 7:
+            training.keeper.copied()
+        training.train()
+        training.due()
+        training.saver.finish()
+        training.keeper.look()
+    assert [event["version"] for event in training.events("checkpoint")] == [1, 4, 7, 8]
 
 
 def test_copies_are_made_in_the_same_memory_again(tmp_path: Path) -> None:

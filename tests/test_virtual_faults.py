@@ -293,6 +293,12 @@ def test_all_lose_power_while_a_disk_lies() -> None:
 # ---------------------------------------------------------------- life
 
 
+def test_a_voter_that_is_killed_before_its_second_version_keeps_its_vote() -> None:
+    outcome = told("peers 3\ncheckpoint_every 50\n3 power p1\n4 restart p1: disk\ncalm_s 3")
+    assert says(outcome, "p1", "joins through")
+    assert not says(outcome, "p1", "copies the state")
+
+
 def test_two_that_begin_again_elsewhere_hear_from_a_witness_where_they_are() -> None:
     """Each knows the other at the address of the process before. The witness hears from both."""
     outcome = told("""

@@ -179,7 +179,8 @@ class StorageSection(Section):
     directory: str | None = None
     """Where checkpoints and events go; `runs/<run>/<peer>` when not given. All ranks of an island must see it."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 1
-    """Versions between checkpoints; 0: only at the end. One that is due while the last is written is left out."""
+    """Versions between checkpoints; 0: only at the end. The first version after a start or a copied state has one, too.
+    One that is due while the last is written is left out."""
     keep: PositiveInt = 2
     """Checkpoints kept."""
     log: bool = True

@@ -104,7 +104,8 @@ class GossipPeer:
         self.directory = directory
         rank.lead(name, events, directory)
         self.do, self.publish = rank.do, rank.publish
-        self.keeper = CheckpointSchedule(self.publish, events.emit, self._begin_save)
+        every = self.site.storage.checkpoint_every if directory is not None else 0
+        self.keeper = CheckpointSchedule(every, self.publish, events.emit, self._begin_save)
         self._checkpoint = checkpoint
         self.tokens = checkpoint.value("own_tokens", int) if checkpoint is not None else 0
         """Tokens trained by this peer, in all its lives that these weights come from."""
@@ -350,8 +351,7 @@ class GossipPeer:
         )
         self.publish(event)
         self._inner_s = 0.0
-        every = self.site.storage.checkpoint_every
-        if self.directory is not None and every and self.version % every == 0 and self.settling is None:
+        if self.settling is None:
             self.keeper.due(self.version)
 
     # ------------------------------------------------------------ the end

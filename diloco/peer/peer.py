@@ -128,7 +128,8 @@ class Peer:
             contract_digest=self.contract.digest, lineage=lineage, founds=founds, resumed=checkpoint is not None,
         )  # fmt: skip
         self.journal = Journal(opening, self.line, directory, self.site.storage, self.warn)
-        self.keeper = CheckpointSchedule(self._saved, events.emit, self._begin_save)
+        every = self.site.storage.checkpoint_every if directory is not None else 0
+        self.keeper = CheckpointSchedule(every, self._saved, events.emit, self._begin_save)
         self.void_tokens = 0
         """Tokens of all peers, committed on lineages that we followed and that ended."""
         self.progress = Progress()
@@ -296,6 +297,7 @@ class Peer:
             if self.ending.late:
                 self.warn(f"version {state.version} was copied in the run's final sync: its last one may be later")
         self.exchange.hold(state, offer.commit, copied=True)
+        self.keeper.copied()
         self.chronicle.copied(offer.commit, before)
         wire = self.wire()
         self.publish(StateCopied(state.version, state.digest, wire.received if wire else None))
@@ -363,9 +365,7 @@ class Peer:
         seconds.clear()  # of what closes next
         if event is not None:
             self.publish(event)
-            every = self.site.storage.checkpoint_every
-            if self.directory is not None and every and commit.version % every == 0:
-                self.keeper.due(commit.version)
+            self.keeper.due(commit.version)
 
     def catch_up(self) -> Life[None]:
         """Apply versions that closed without us; copy the state when they are too many."""

@@ -149,23 +149,40 @@ class CheckpointSchedule:
     """Schedule of a peer's checkpoints on rank 0: begins each when the last is complete, and publishes its event."""
 
     def __init__(
-        self, publish: Callable[[CheckpointWritten], None], remark: Emit, begin: Callable[[], Future[Written]]
+        self,
+        every: int,
+        publish: Callable[[CheckpointWritten], None],
+        remark: Emit,
+        begin: Callable[[], Future[Written]],
     ) -> None:
-        """`publish` takes the event of a checkpoint, `remark` one of this process. `begin`: all ranks begin one."""
-        self._publish, self._remark, self._begin = publish, remark, begin
+        """`every`: versions between checkpoints; 0: none is due. `publish` takes the event of a checkpoint, `remark`
+        that of a version without one. `begin`: all ranks begin one."""
+        self._every, self._publish, self._remark, self._begin = every, publish, remark, begin
         self._begun: _Begun | None = None
+        self._lacking = True
+        """None was begun since this peer copied its state, or the last could not be written."""
+
+    def copied(self) -> None:
+        """The next version is due, whatever its number: the log leads on from checkpoints alone, and until one is there
+        a voter that is restarted has lost its vote."""
+        self._lacking = True
 
     def due(self, version: int) -> None:
-        """Begin a checkpoint, unless the last one is still being written: it then passes this version over.
+        """Begin a checkpoint of this version, if one is due.
 
         A full disk must not end a run: the next version tries again, and the last checkpoint is still there.
         """
+        if self._every and (self._lacking or version % self._every == 0):
+            self._start(version)
+
+    def _start(self, version: int) -> None:
+        """Begin a checkpoint, unless the last one is still being written: it then passes this version over."""
         self.look()
         if self._begun is not None:
             text = f"no checkpoint of version {version}: that of version {self._begun.version} is still being written"
             self._remark(Remark(text))
             return
-        since_s = monotonic_s()
+        since_s, self._lacking = monotonic_s(), False
         written = self._begin()
         self._begun = _Begun(version, since_s, monotonic_s() - since_s, written)
 
@@ -186,6 +203,7 @@ class CheckpointSchedule:
             total_s = written.at_s - begun.since_s
             self._publish(CheckpointWritten(begun.version, total_s, begun.held_s, written.size_bytes))
         elif isinstance(error, ResourceError):
+            self._lacking = True
             logger.warning("%s; %s", error.cause, error.fix)
             self._remark(Warned(f"no checkpoint: {error.cause}"))
         else:
@@ -196,7 +214,7 @@ class CheckpointSchedule:
         if self._begun is not None:
             with suppress(ResourceError):
                 yield from answered(self._begun.written)
-        self.due(version)
+        self._start(version)
         assert self._begun is not None  # nothing was being written any more
         written = yield from answered(self._begun.written)
         self.look()
