@@ -265,6 +265,11 @@ def test_others_go_on_without_the_vote_of_one_with_a_full_disk() -> None:
     assert says(outcome, "p1", "starts with its disk")
 
 
+def test_who_lacked_room_for_a_version_that_others_made_leads_when_it_is_the_only_one_left() -> None:
+    outcome = told("seed 1\npeers 2\nwitnesses 1\nround_s 0.5\n6 full p0 for 5: means\n10 kill p1\ncalm_s 8")
+    assert [line for line in outcome.lines if "CLOSES version" in line and float(line.split()[0]) > 12]
+
+
 def test_a_mean_that_no_log_has_binds_no_witness() -> None:
     """Rule 4: the only trainer asks for no votes for it. Two that lack the mean would wait for that for good."""
     outcome = told("""

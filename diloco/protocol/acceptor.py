@@ -78,7 +78,8 @@ class Acceptor:
     def follow_coordinator(self, asked: bool = False) -> None:
         """When the attempt's coordinator is gone, go on to the first attempt whose coordinator lives.
 
-        A peer that has no part in the version does so only when another `asked` it: others lead on.
+        A peer that has no part in the version does so only when another `asked` it: others lead on. Where nobody else
+        can, one leads whose log refused the mean of an earlier version: only the next mean shows if there is room.
         """
         membership = self.membership
         if not membership.in_view or not (asked or self.contributor.takes_part or membership.changes()):
@@ -86,10 +87,12 @@ class Acceptor:
         seat = self.seat(self.attempt)
         if membership.leads(seat):
             return
-        for step in range(1, len(self.chain.view) + 1):
-            if membership.leads(self.seat(self.attempt + step)):
-                self._post.next_attempt(self.attempt + step, f"coordinator {seat.peer} is gone")
-                return
+        seats = [self.seat(self.attempt + step) for step in range(len(self.chain.view) + 1)]
+        able = [step for step, member in enumerate(seats) if membership.leads(member)]
+        if not (able or self._refused or any(map(self.contributor.holds, self.contributor.unlogged))):
+            able = [step for step, member in enumerate(seats) if member == membership.me]
+        if able and able[0] > 0:
+            self._post.next_attempt(self.attempt + able[0], f"coordinator {seat.peer} is gone")
 
     def enter(self, attempt: int) -> None:
         """Move on to a later attempt, under another coordinator; the promise is made when `Ready` is sent."""
