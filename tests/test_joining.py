@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +19,17 @@ from torch import nn
 
 import diloco
 from diloco.base.errors import Interrupted, TicketError, UnreachableError, UsageError
-from diloco.base.types import Member
+from diloco.base.types import Member, Voter
 from diloco.config.contract import Contract
 from diloco.config.site import Site
+from diloco.exchange.log import DiskUse
 from diloco.exchange.service import ExchangeService
+from diloco.exchange.votes import VOTES, DiskVotes
 from diloco.identity.keys import VARIABLE
 from diloco.observe.events import Remark, Stamped
 from diloco.protocol.streams import Welcome
-from diloco.run.door import asked_members
+from diloco.protocol.vote import VoteRecord
+from diloco.run.door import asked_members, fetched
 from diloco.run.launch import fetch_contract
 from diloco.run.past import PastRun
 from diloco.run.run import Run
@@ -34,6 +39,7 @@ from diloco.transport.grpc_link import GrpcLink
 from diloco.transport.link import LinkRefused
 from tests.local import NoDirectory
 from tests.peers import DEADLINE_S, until
+from tests.test_votes import NEXT, save, stand
 from tests.warm import run_ranks
 
 
@@ -122,6 +128,80 @@ def test_a_member_of_the_run_to_resume_that_is_starting_is_there(
         agreed = asked_members(past, endpoint)
     assert agreed is not None
     assert agreed.digest == past.contract_digest
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Iterator[DiskVotes]:
+    """Votes of a life that is not in the last commit there: the others went on without it."""
+    votes = DiskVotes(tmp_path, lambda _: None, DiskUse())
+    without = replace(NEXT, view=(Member("b", 8, "b:1"),), voters=(Voter("b", 1, 0),))
+    assert save(votes, 1, VoteRecord(without.digest), None, without)
+    yield votes
+    votes.stop()
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[DiskVotes]:
+    """Votes of a life that is in the last commit there."""
+    votes = DiskVotes(tmp_path, lambda _: None, DiskUse())
+    stand(votes)
+    yield votes
+    votes.stop()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_who_had_left_founds_the_run_anew_by_a_persons_word_alone(
+    left: DiskVotes, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All leave in good order and are started again: each of them would found a lineage."""
+    monkeypatch.setattr(runtime, "JOIN_PATIENCE_S", 0.0)
+    past = PastRun(tmp_path, 0, 0.0, contract().digest, 0, ("127.0.0.1:1",))
+    with closing(Endpoint(Site())) as endpoint:
+        if named:
+            assert asked_members(past, endpoint, named=True) is None
+            return
+        with pytest.raises(UnreachableError, match="went on without this peer") as raised:
+            asked_members(past, endpoint)
+    assert f"--resume {tmp_path}" in raised.value.fix
+
+
+def test_a_voter_goes_on_without_an_answer_of_its_own_run(kept: DiskVotes, tmp_path: Path) -> None:
+    """Two that ask each other for the run would both wait: after a power cut of all somebody has to be first."""
+
+    def nobody() -> Contract:
+        raise UnreachableError("nobody answers", "")
+
+    checkpoint: Any = SimpleNamespace(contract=contract())
+    ours, others = f"a:1/{contract().digest}", f"a:1/{contract('other').digest}"
+    assert fetched(f"{ours},{ours}", nobody, checkpoint, tmp_path) is None
+    for tickets, folder in ((f"{ours},{others}", tmp_path), ("a:1", tmp_path), (ours, tmp_path / "none"), (ours, None)):
+        with pytest.raises(UnreachableError):
+            fetched(tickets, nobody, checkpoint, folder)
+    assert fetched(others, contract, checkpoint, tmp_path) == contract()
+
+
+def test_who_had_left_does_not_go_on_without_an_answer(left: DiskVotes, tmp_path: Path) -> None:
+    def nobody() -> Contract:
+        raise UnreachableError("nobody answers", "")
+
+    checkpoint: Any = SimpleNamespace(contract=contract())
+    with pytest.raises(UnreachableError):
+        fetched(f"a:1/{contract().digest}", nobody, checkpoint, tmp_path)
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_a_voter_without_a_log_is_another_life(log: bool, tmp_path: Path) -> None:
+    """Its votes are on no disk from then on. Those that are there bind a life that is over."""
+    agreed = Contract.model_validate({**contract().model_dump(), "inner": {"steps": 1}})
+    lives = []
+    for site in (Site(), Site.model_validate({"storage": {"log": log}})):
+        run = diloco.found(agreed, nn.Linear(4, 4), directory=tmp_path, site=site, resume=bool(lives))
+        lives.append(run._leading.life.peer.exchange.me.incarnation)
+        until(lambda run=run: run.step(tokens=1, loss=0.0) or run.version > 0, "a version closes")
+        until((tmp_path / "checkpoints" / "v00000001").is_dir, "its checkpoint is there")
+        run.close()
+    assert (lives[0] == lives[1]) is log
+    assert (tmp_path / VOTES).exists() is log
 
 
 def test_a_member_that_is_starting_is_waited_for_though_another_run_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -945,7 +945,7 @@ def test_lineages_are_learnt_from_members_and_only_so_many() -> None:
     assert machine.forks == ()
     machine.hear(B, m.Heartbeat(7, 7, False, Progress(), forks=forks), 0.6)
     assert machine.forks == forks
-    machine.founds_on((*forks, m.Fork("latest", 99)))
+    machine.comes_after((*forks, m.Fork("latest", 99)))
     assert machine.forks == (*forks[1:], m.Fork("latest", 99))
 
 

@@ -95,6 +95,7 @@ NOTICED_IN = {
     """,
     "forgiven-offence": "1 lie p2 for 8: short",
     "clock-believed": """
+        checkpoint_every 0
         3 kill p1
         4 restart p1: no clock
     """,

@@ -11,6 +11,9 @@ from diloco.accounts.ledger import LEDGER, Record, read_ledger
 from diloco.base.errors import StateError
 from diloco.base.types import Commit, Member
 
+MAX_EARLIER = 8
+"""Earlier members that are asked where the last commit has no other. Each that is gone costs some seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeftOff:
@@ -26,6 +29,9 @@ class LeftOff:
     history: Mapping[int, frozenset[str]] | None
     """Digests of the commits on which the peer stood in that run, by version: without those that it left for others,
     and without what is known not to lead to the state that it copied last. None where a full disk refused some."""
+    earlier: tuple[Member, ...] = ()
+    """Members that train of earlier commits in this ledger, and not of the last one, at most `MAX_EARLIER`, the latest
+    first. They may be there again, or in a lineage apart."""
 
     @property
     def others(self) -> tuple[Member, ...]:
@@ -46,6 +52,8 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
     version = 0
     history: dict[int, dict[str, Mapping[str, Any]]] = {}  # with the lineage and tokens of each, as far as written
     whole = True
+    view: object = None
+    met: dict[str, Member] = {}
     for record in records:
         fields = record.fields
         origin: Mapping[str, Any] = {}
@@ -53,12 +61,16 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
             another = fields["contract_digest"] != opening.get("contract_digest")
             if fields["founds"] or another:
                 last = None  # those of before are not in this run, or in a lineage that was left on purpose
+                met.clear()
             if another or (fields["founds"] and not fields["resumed"]):
                 whole = True
                 history.clear()
             opening, version = fields, fields["version"]
         elif record.kind == "commit":
             last, version, origin = record, fields["commit"]["version"], fields["commit"]
+            if (named := origin.get("view")) != view:  # to parse a commit takes long, and views are seldom new
+                view = named
+                met |= {member.peer: member for member in record.commit.view if not member.witness}
         elif record.kind == "adopt":
             version = fields["version"]
             forks: Mapping[str, int] = fields.get("forks", {})
@@ -76,7 +88,9 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
         return None
     commit = last.commit if last else None
     stood = {version: frozenset(digests) for version, digests in history.items()} if whole else None
-    return LeftOff(opening["peer"], opening["contract_digest"], opening["boot"], version, commit, stood)
+    here = {opening["peer"], *(member.peer for member in (commit.view if commit is not None else ()))}
+    earlier = [met[peer] for peer in reversed(met) if peer not in here][:MAX_EARLIER]
+    return LeftOff(opening["peer"], opening["contract_digest"], opening["boot"], version, commit, stood, tuple(earlier))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +103,8 @@ class Booked:
     """That of the last process; 0: there was none."""
     stood: frozenset[str]
     """Digests of commits (`LeftOff.history`); none where they are not known."""
+    earlier: tuple[Member, ...]
+    """`LeftOff.earlier`."""
 
 
 def booked(directory: Path) -> Booked:
@@ -97,11 +113,12 @@ def booked(directory: Path) -> Booked:
         records = read_ledger(directory / LEDGER).records
         left = left_off(records)
     except (StateError, ValueError):
-        return Booked({}, 0, frozenset())
+        return Booked({}, 0, frozenset(), ())
     states = {record.fields["digest"]: record.fields["state"] for record in records if record.kind == "commit"}
     boot = max((record.fields["boot"] for record in records if record.kind == "open"), default=0)
     history = left.history if left is not None and left.history is not None else {}
-    return Booked(states, boot, frozenset().union(*history.values()))
+    earlier = left.earlier if left is not None else ()
+    return Booked(states, boot, frozenset().union(*history.values()), earlier)
 
 
 def _keep_leading(history: dict[int, dict[str, Mapping[str, Any]]], forks: Mapping[str, int]) -> None:

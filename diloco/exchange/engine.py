@@ -249,6 +249,10 @@ class Exchange(ExchangeTasks):
         """Give the exchange peers to talk to, from a welcome."""
         self._call(lambda: self.machine.roster.meet(members, monotonic_s()))
 
+    def remember(self, members: Sequence[Member]) -> None:
+        """Have the exchange call members of before, also those that are silent: they may go on in a lineage apart."""
+        self._call(lambda: self.machine.remember(members, monotonic_s()))
+
     def seek(self, listed: Sequence[Member]) -> None:
         """Have the exchange ask peers that the directory lists, where it knows no more than that of their addresses."""
         self._call(lambda: self._spawn(self._meetings.seek(listed)))

@@ -140,6 +140,11 @@ class PastVotes:
     commits: Mapping[str, Commit]
     """By digest."""
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the life is in the last commit on which it stood. Else it had left, or was left out."""
+        return any(member.incarnation == self.restored.life for member in self.restored.head.view)
+
     def since(self, commit: Commit | None) -> Sequence[Commit]:
         """The commits that follow this one, in order: those that lead to where it stood last, or else as far as they
         go, as where a state of another lineage was copied. None after no commit."""

@@ -47,7 +47,7 @@ from diloco.peer.restart import Restart
 from diloco.peer.schedule import RunEnd
 from diloco.peer.terms import check_alike, exchange_terms, forks_of, lanes_of, lineage_of
 from diloco.peer.waits import Refusal, in_time, left, settled
-from diloco.protocol.leases import handed_back
+from diloco.protocol.leases import ended_leases
 from diloco.protocol.messages import Fork
 from diloco.protocol.streams import Welcome
 from diloco.round import Seconds
@@ -105,7 +105,7 @@ class Peer:
         )
         self.ending = RunEnd.of(self.contract, terms.rules.policy.max_peers)
         self._checkpoint, self._restart = checkpoint, restart
-        restored = restart.life(endpoint, self.warn) if restart is not None else None
+        restored = self._restored = restart.life(endpoint, self.warn) if restart is not None else None
         welcome = endpoint.welcome
         if restart is not None:  # the clock may have been set back
             self.line.boot = max(self.line.boot, restart.boot + 1)
@@ -191,11 +191,12 @@ class Peer:
             if self._restart is not None:
                 yield from self._restart.redo(self, self._checkpoint)
             self.journal.trained_tokens = self.line.trained.tokens
-        network, welcome = self.site.network, self.endpoint.welcome
-        founds = self.exchange.machine.founder
-        if founds and (commit := self.line.commit) is not None:
-            self.exchange.machine.founds_on((*self.forks, Fork(commit.lineage, commit.tokens)))
-        if welcome is not None:
+        network, welcome, restored = self.site.network, self.endpoint.welcome, self._restored
+        founds, commit = self.exchange.machine.founder, self.line.commit
+        if welcome is None:
+            left = (Fork(commit.lineage, commit.tokens),) if founds and commit is not None else ()
+            self.exchange.machine.comes_after((*self.forks, *left))
+        else:
             check_alike(welcome, self.exchange.terms.layout_digest, self.exchange.terms.data)
         self.journal.opened(self.contract)  # before anybody hears of this life
         if self._restart is not None:
@@ -210,15 +211,19 @@ class Peer:
             self.drop("the run may have counted it before the restart")
         if self._restart is not None and self._checkpoint is not None:  # who founds keeps the blocks of its progress
             self.chronicle.copied(self.line.commit, self._checkpoint.commit)
+        ours = lineage = commit.lineage if commit is not None else ""
+        members: Sequence[Member] = ()
         if welcome is not None:
             self._meet_members(welcome)
-        ours = self.line.commit.lineage if self.line.commit is not None else ""
-        if welcome is None or ours == welcome.lineage or self.done:  # a run that has ended is resumed at its last state
+            members, lineage = welcome.members, welcome.lineage
+        elif restored is not None and self._restart is not None:
+            self.exchange.remember(self._restart.earlier)
+            members, lineage = restored.head.view, restored.head.lineage  # the checkpoint may be of one before
+        if lineage == ours or self.done:  # a run that has ended is resumed at its last state
             self.exchange.hold(self.line.state, self.line.commit, copied=True)
         else:
             refusal = Refusal(self.exchange, self.site)  # before all of the state has come over a slow link
-            others = [member.address for member in welcome.members if member.peer != self.name]
-            yield from self.copy_state(others, refusal.check)
+            yield from self.copy_state([one.address for one in members if one.peer != self.name], refusal.check)
         accepted = self._restart.accepted(self.line.layout) if self._restart is not None else None
         if accepted is not None:
             self.exchange.hold_mean(accepted)
@@ -402,7 +407,7 @@ class Peer:
         keeps it: its data is nobody's."""
         if before is None or self.name in after.leases.held or not self.line.trained.tokens:
             return False
-        return _in_good_order(before, after).get(self.name, False)
+        return ended_leases(before, after).get(self.name, False)
 
     def _emit_view(self, before: Commit | None, after: Commit) -> Life[None]:
         old = {member.peer for member in before.view} if before else set()
@@ -481,11 +486,6 @@ class Peer:
         return self.rank.save((groups, {**about, **self.chronicle.numbers()}), self.site.storage.keep)
 
 
-def _in_good_order(before: Commit, after: Commit) -> dict[str, bool]:
-    """Peers whose leases ended with a commit; True where their data went back to the others (`handed_back`)."""
-    return handed_back(before.leases, {counted.peer: counted.blocks for counted in after.counted}, after.leases)
-
-
 def _reasons(
     gone: AbstractSet[str], goodbyes: AbstractSet[str], before: Commit | None, after: Commit
 ) -> dict[str, str]:
@@ -495,5 +495,5 @@ def _reasons(
         return dict.fromkeys(gone, "left")
     in_good_order = dict.fromkeys(goodbyes, True)
     if before is not None:
-        in_good_order |= _in_good_order(before, after)
+        in_good_order |= ended_leases(before, after)
     return {peer: "left" if in_good_order.get(peer) else "lost" for peer in gone}

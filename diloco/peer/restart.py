@@ -34,7 +34,7 @@ class Restart:
     def __init__(self, folder: Path, past: PastVotes, joins: bool) -> None:
         self._folder, self._past, self._joins = folder, past, joins
         self._booked = booked(folder)
-        self.boot = self._booked.boot
+        self.boot, self.earlier = self._booked.boot, self._booked.earlier
         self._unbooked: list[tuple[Commit, str]] = []
         """Commits that no ledger has, each with the digest of the state after it."""
 
@@ -52,7 +52,7 @@ class Restart:
         process begins a life, as that one had left in good order, or the run went on in another lineage."""
         restored, welcome = self._past.restored, endpoint.welcome
         head, last = restored.head, restored.accepted or restored.head
-        if all(member.incarnation != restored.life for member in head.view):
+        if not self._past.goes_on:
             return None
         if welcome is not None and welcome.lineage != head.lineage:
             parted_at = next((fork.tokens for fork in welcome.forks if fork.lineage == head.lineage), -1)

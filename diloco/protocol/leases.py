@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from diloco.base.types import Blocks, Leases
+from diloco.base.types import Blocks, Commit, Leases
 
 
 def found(view: Sequence[str], need: int) -> Leases:
@@ -58,6 +58,11 @@ def handed_back(before: Leases, used: Mapping[str, int], after: Leases) -> dict[
     gone = {peer: held for peer, held in before.held.items() if peer not in after.held}
     unused = {peer: held[-1].stop - 1 for peer, held in gone.items() if used.get(peer, 0) < count(held)}
     return {peer: any(blocks.start <= last < blocks.stop for blocks in there) for peer, last in unused.items()}
+
+
+def ended_leases(before: Commit, after: Commit) -> dict[str, bool]:
+    """Peers whose leases ended with a commit; True where their data went back to the others (`handed_back`)."""
+    return handed_back(before.leases, {counted.peer: counted.blocks for counted in after.counted}, after.leases)
 
 
 def count(held: Iterable[Blocks]) -> int:

@@ -195,8 +195,8 @@ class Lineage:
             way = "this peer goes on apart. To go on there, resume with --join"
             self._post.emit(fx.Note(f"{has}: {way} {sender.address}", False))
 
-    def founds_on(self, forks: tuple[m.Fork, ...]) -> None:
-        """These lineages led to the one that this peer is to found."""
+    def comes_after(self, forks: tuple[m.Fork, ...]) -> None:
+        """These lineages led to the one in which this peer begins."""
         self.forks = forks[-m.MAX_FORKS :]
 
     # ------------------------------------------------------------ moving on

@@ -26,7 +26,7 @@ has another go on by a call, and several at once by `Post`, which leads to the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco.base.types import Commit, Member, Progress
@@ -372,9 +372,15 @@ class Machine:
         """Tell others from now on that this peer listens at that address."""
         self._membership.listen_at(address)
 
-    def founds_on(self, forks: tuple[m.Fork, ...]) -> None:
-        """Found the lineage on the state of another one. `forks`: lineages that led there, that one the last."""
-        self._lineage.founds_on(forks)
+    def comes_after(self, forks: tuple[m.Fork, ...]) -> None:
+        """Begin in a lineage to which these led: that of the state on which it is founded is the last."""
+        self._lineage.comes_after(forks)
+
+    def remember(self, members: Sequence[Member], now: float) -> None:
+        """Call these members, also while they are silent: they may be in a lineage apart."""
+        self._post.begin(now)
+        self._membership.meet(members)
+        self._membership.part_with([member.peer for member in members])
 
     # ------------------------------------------------------------ sequences of several roles
 

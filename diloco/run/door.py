@@ -26,14 +26,14 @@ from torch import nn
 
 from diloco.accounts.journal import RECORDED
 from diloco.accounts.ledger import LEDGER
-from diloco.base.errors import ConfigError, DilocoError, ResourceError, UsageError
+from diloco.base.errors import ConfigError, DilocoError, ResourceError, UnreachableError, UsageError
 from diloco.base.files import make_folders, refuse_links
 from diloco.base.life import Life
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json, contract_of, load_contract, load_site
 from diloco.config.site import Site
 from diloco.exchange.log import LOG
-from diloco.exchange.votes import VOTES
+from diloco.exchange.votes import VOTES, past_votes
 from diloco.gossip.peer import GossipLife, GossipPeer
 from diloco.inner.loop import random_states, restore_random_states
 from diloco.inner.meter import Phases, Throughput, device_name, memory_of
@@ -129,15 +129,41 @@ class OwnLoop:
         return {**self.usage.fields(), "memory": tuple(RankMemory(*json.loads(one)) for one in memories)}
 
 
-def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:
-    """The contract of a member of the run to resume that answers now, or is starting. None: nobody answers."""
+def asked_members(past: PastRun, endpoint: Endpoint, named: bool = False) -> Contract | None:
+    """The contract of a member of the run to resume that answers now, or is starting. None: nobody answers.
+
+    Raises UnreachableError when none does for a while, and the run had gone on without this peer: to found it anew
+    would fork it, unless a person `named` the checkpoint.
+    """
     answering = [ticket for ticket in past.tickets if endpoint.runtime.is_there(ticket.partition("/")[0])]
     for ticket in answering:
         try:
             return endpoint.fetch_contract(ticket)
         except DilocoError:
             endpoint.welcome = None  # another run is there by now
-    return None
+    if named or not (past.tickets and past.was_left_out):
+        return None
+    try:
+        return endpoint.fetch_contract(",".join(past.tickets))
+    except UnreachableError as error:
+        fix = f"start one of the others first, or found the run anew: --resume {past.folder / CHECKPOINTS}/v..."
+        raise UnreachableError(f"the run went on without this peer, and {error.cause}", fix) from error
+
+
+def fetched(
+    tickets: str, fetch: Callable[[], Contract], checkpoint: Checkpoint | None, folder: Path | None
+) -> Contract | None:
+    """The contract of the run at these tickets. None: nobody answers there, and this peer goes on as what it is in the
+    run of its folder, which they name: after a power cut of all somebody has to be first. Raises what `fetch` does."""
+    try:
+        return fetch()
+    except UnreachableError:
+        past = past_votes(folder) if folder is not None and checkpoint is not None else None
+        digests = {ticket.partition("/")[2] for ticket in tickets.split(",")}
+        ours = checkpoint is not None and all(digest == checkpoint.contract.digest for digest in digests)
+        if past is None or not (past.goes_on and ours):
+            raise
+        return None
 
 
 def make_folder(directory: Path, site: Site, private: bool) -> Path:
@@ -188,11 +214,11 @@ def found(
 
     `contract`: a path, the name of one that ships with diloco, its tables as a dict, or a `Contract`. `site`: a path
     (`peers/*.toml`), a `Site`, or the defaults. `directory`: the folder of this peer, with its ledger, events and
-    checkpoints. `resume`: go on from that folder, as the same voter of the same run; join whoever is there, or found it
-    anew, where this peer had left in good order; and begin where there is nothing to resume. `state`: objects with
+    checkpoints. `resume`: go on from that folder, as the same voter of the same run; join the others, where they went on
+    without this peer; and begin where there is nothing to resume. `state`: objects with
     `state_dict` and `load_state_dict` (scheduler, scaler, loader) that checkpoints hold; `optimizer` is short for one.
 
-    Raises DilocoError: the contract is wrong, a port is in use, an object cannot be saved, ...
+    Raises DilocoError: the contract is wrong, a port is in use, none of those that went on answers, ...
     """
     if isinstance(contract, Contract):
         agreed = contract
@@ -259,8 +285,8 @@ def _enter(
     try:
         contract = agreed
         if address is not None:
-            tickets = [address, *(past.tickets if past is not None else ())]
-            contract = endpoint.fetch_contract(",".join(tickets))
+            tickets = ",".join([address, *(past.tickets if past is not None else ())])
+            contract = fetched(tickets, lambda: endpoint.fetch_contract(tickets), checkpoint, folder) or agreed
         elif past is not None:
             contract = asked_members(past, endpoint) or agreed
         if contract is None:
@@ -343,6 +369,10 @@ def lead(entrance: Entrance, rank: PeerRank, parts: Parts, closing: ExitStack) -
         life = GossipLife(GossipPeer(*about), entrance.stop)
     else:
         restart = None if entrance.named else Restart.of(folder, entrance.checkpoint, entrance.joins)
+        storage = rank.site.storage
+        if folder is not None and not (storage.log and storage.checkpoint_every):  # this life's votes are on no disk
+            (folder / VOTES).unlink(missing_ok=True)
+            restart = None
         life = PeerLife(Peer(*about, restart), entrance.stop)
     chronicle.peer = life.peer
     closing.callback(life.peer.close)

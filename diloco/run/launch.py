@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from diloco.base.errors import ConfigError, UsageError
@@ -22,7 +23,7 @@ from diloco.peer.life import Ending
 from diloco.peer.terms import lanes_of
 from diloco.plan.model import check_size
 from diloco.run.blocking import block
-from diloco.run.door import Entrance, asked_members, make_folder
+from diloco.run.door import Entrance, asked_members, fetched, make_folder
 from diloco.run.options import CARD, PeerOptions, checked, remembered_private
 from diloco.run.past import checkpoint_at, checkpoints_in, past_of, peer_name
 from diloco.run.trainer import Trainer, device_of
@@ -73,14 +74,16 @@ def _enter(
     if checkpoint is None and past is not None:
         checkpoint = past.checkpoint()
     kept = checkpoint.contract if checkpoint is not None else None
+    named = options.resume is not None and checkpoint is not None and checkpoint.path.samefile(options.resume)
     goes_on = past is not None or restarted()
     private = goes_on and chosen is not None and remembered_private(chosen)
     endpoint = Endpoint(site, lanes_of(site, island), joins=options.join is not None, private=private)
     try:
         if options.join:
-            contract: Contract | None = fetch_contract(options.join, endpoint, listener, stop)
+            fetch = partial(fetch_contract, options.join, endpoint, listener, stop)
+            contract = fetched(options.join, fetch, checkpoint, chosen) or kept
         else:
-            contract = (asked_members(past, endpoint) if past is not None else None) or given or kept
+            contract = (asked_members(past, endpoint, named) if past is not None else None) or given or kept
         assert contract is not None  # `checked` has refused options without one
         if kept is not None and kept.digest != contract.digest:
             saved, joined = kept.digest[:12], contract.digest[:12]
@@ -93,7 +96,6 @@ def _enter(
             raise UsageError(f"the checkpoint is one of {name}, and --name says {options.name}", fix)
         directory = open_directory(chosen, site, contract, name, endpoint.private)
         listeners = [event_card(directory), listener]
-        named = options.resume is not None and checkpoint is not None and checkpoint.path.samefile(options.resume)
         joins = options.join is not None and not restarted()
         return Entrance(contract, endpoint, name, directory, checkpoint, listeners, stop, named, joins)
     except BaseException:

@@ -12,6 +12,7 @@ from diloco.accounts.ledger import LEDGER, read_ledger
 from diloco.accounts.left_off import left_off
 from diloco.base.errors import StateError
 from diloco.config.site import Site
+from diloco.exchange.votes import past_votes
 from diloco.storage.checkpoint import CHECKPOINTS, Checkpoint, latest, load, newest
 
 
@@ -25,9 +26,16 @@ class PastRun:
     contract_digest: str
     version: int
     others: tuple[str, ...]
-    """Addresses of the other members."""
+    """Addresses of the other members; of earlier ones where there is none."""
     history: Mapping[int, frozenset[str]] | None = None
     """`LeftOff.history`; None: it is not known, or there is no ledger."""
+
+    @property
+    def was_left_out(self) -> bool:
+        """Whether the last commit there leaves that life out: the others went on, and to found the run anew would fork
+        it."""
+        past = past_votes(self.folder)
+        return past is not None and not past.goes_on
 
     @property
     def tickets(self) -> list[str]:
@@ -60,7 +68,8 @@ def past_of(folder: Path) -> PastRun | None:
     except (StateError, ValueError):
         left = None
     if left is not None:
-        others = tuple(member.address for member in left.others if not member.witness)
+        members = [one for one in left.others if not one.witness] or left.earlier
+        others = tuple(member.address for member in members)
         written_s, contract = ledger.stat().st_mtime, left.contract_digest
         return PastRun(folder, left.began_us, written_s, contract, left.version, others, left.history)
     if saved is None:

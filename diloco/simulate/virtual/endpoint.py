@@ -14,6 +14,7 @@ from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
 from diloco.transport.sockets import SocketCounter
 
 if TYPE_CHECKING:
+    from diloco.run.past import PastRun
     from diloco.simulate.virtual.process import SimulatedProcess
 
 LOOK_AGAIN_S = 10.0
@@ -52,6 +53,22 @@ def welcomed(process: SimulatedProcess) -> Life[Welcome]:
             if asked.exception() is None:
                 process.world.log(process.name, f"joins through {address.partition(':')[0]}")
                 return asked.result()
+        yield Wait(None, RETRY_S)
+
+
+def asked(process: SimulatedProcess, past: PastRun) -> Life[Welcome | None]:
+    """The welcome of a member of a simulated peer's last version, as `diloco.run.door.asked_members` has it: none where
+    nobody answers, unless the run had gone on without this peer."""
+    while True:
+        for address in past.others:
+            asking: Future[Welcome] = Future()
+            process.loop.create_task(_hello(process, address, asking))
+            while not asking.done():
+                yield Wait(asking, POLL_S)
+            if asking.exception() is None:
+                return asking.result()
+        if not past.was_left_out:
+            return None
         yield Wait(None, RETRY_S)
 
 

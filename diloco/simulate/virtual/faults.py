@@ -16,6 +16,7 @@ from diloco.simulate.virtual.plans.plan import (
     FUSE_S,
     IN_CHECKPOINT,
     IN_RECORD,
+    ITSELF,
     NO_CLOCK,
     Fault,
 )
@@ -284,6 +285,8 @@ def _restart(world: SimulatedWorld, fault: Fault) -> bool:
         world.count("flipped checkpoints")
     if fault.how == NO_CLOCK:
         world.clockless[fault.peer] = 0
+    if fault.how == ITSELF:
+        world.by_themselves.add(fault.peer)
     world.join(fault.peer, with_disk=fault.how != "blank")
     return True
 

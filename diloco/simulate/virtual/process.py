@@ -28,12 +28,13 @@ from diloco.peer.waits import COUNTED_SHARE
 from diloco.protocol import effects as fx
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
+from diloco.protocol.streams import Welcome
 from diloco.run.door import Entrance, Parts, lead
 from diloco.run.past import past_of
 from diloco.run.run import Leading, Run
 from diloco.run.witness import witnessed
 from diloco.simulate.virtual.checkpoints import SimulatedLog, SimulatedSaving
-from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint, welcomed
+from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint, asked, welcomed
 from diloco.simulate.virtual.follower import SimulatedFollower
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.oracle.applied import SimulatedSteps
@@ -65,7 +66,7 @@ class SimulatedProcess:
     def __init__(self, world: SimulatedWorld, name: str, life: int, address: str, founder: bool, resumes: bool) -> None:
         """`resumes`: it goes on from what its folder holds."""
         self.world, self.name, self.life, self.address = world, name, life, address
-        self.founder, self.resumes = founder, resumes
+        self.founder, self.resumes, self.by_itself = founder, resumes, False
         self.witness = name.startswith("w")
         size = 1 if self.witness else world.plan.ranks_of(name)
         self.loop = ProcessLoop.on(world.timeline, name)
@@ -248,8 +249,14 @@ class SimulatedProcess:
         if self.witness:
             yield from self._witness()
             return
-        checkpoint = self._checkpoint() if self.resumes else None
-        welcome = None if self.founder else (yield from welcomed(self))
+        past = past_of(self.disk.folder) if self.resumes else None
+        checkpoint = self.records.found(past.checkpoint() if past is not None else None) if self.resumes else None
+        self.by_itself = self.name in self.world.by_themselves and past is not None and checkpoint is not None
+        welcome: Welcome | None = None
+        if past is not None and self.by_itself:
+            welcome = yield from asked(self, past)
+        elif not self.founder:
+            welcome = yield from welcomed(self)
         endpoint = SimulatedEndpoint(self, welcome)
         run = self.run = yield from self._open(endpoint, checkpoint)
         yield from run.waiting(float("inf"))
@@ -271,10 +278,6 @@ class SimulatedProcess:
                 yield Wait(None, owed_s)
             yield wanted
 
-    def _checkpoint(self) -> Checkpoint | None:
-        past = past_of(self.disk.folder)
-        return self.records.found(past.checkpoint() if past is not None else None)
-
     def _open(self, endpoint: SimulatedEndpoint, checkpoint: Checkpoint | None) -> Life[Run]:
         """Enter the run as `diloco.run.door.open_run` does, with an observer at each seam."""
         setup = self.world.setup
@@ -295,7 +298,7 @@ class SimulatedProcess:
             checkpoint,
             self.listeners,
             lambda: self.leaving,
-            joins=True,
+            joins=not self.by_itself,
         )
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:

@@ -120,6 +120,8 @@ class SimulatedWorld:
         """Digest of the last state, by lineage, of those that ended with `done`."""
         self.clockless: dict[str, int] = {}
         """Peers whose clock begins anew at each start, and how often they started so."""
+        self.by_themselves: set[str] = set()
+        """Simulated peers that go on from their disks without help, when they are started again."""
         self.faults: Counter[str] = Counter()
         self.lines: list[str] = []
         self._saying: tuple[float, str, str] | None = None

@@ -46,7 +46,8 @@ KINDS: Mapping[str, str] = {
     "kill": "a process is dead at once; how: before or after an effect or a message, or in the middle of a checkpoint",
     "power": "its machine loses power: names and tails of files that were not synced are gone, and nobody is told",
     "blackout": "all processes die; how: power, as above",
-    "restart": "a dead one starts again; how: disk, blank, old (copy of the disk), flipped (bit), no clock",
+    "restart": "a dead one starts again; how: disk, itself (with it, and no help), blank, "
+    "old (copy of the disk), flipped (bit), no clock",
     "second": "one more process starts in the folder of one that lives: the folder has one writer",
     "twin": "a living one is taken for dead, and started once more elsewhere, with a copy of its disk or blank",
     "stop": "nothing of it happens for a while",
@@ -76,6 +77,8 @@ KINDS: Mapping[str, str] = {
     "disk": "its disk fails; how: late SECONDS (of a sync), broken (a sync raises EIO), lies (a sync does nothing)",
 }
 """Kinds of faults."""
+ITSELF = "itself"
+"""A restart as by `--resume`: it asks the members of its last version once, and goes on without a word of them."""
 IN_SECONDS = ("late", "busy", "jump")
 """Those whose how is a number."""
 IN_TURN: Mapping[str, tuple[type[int | float], float, float]] = {
