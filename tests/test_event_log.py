@@ -1,6 +1,8 @@
 """Event files survive threads, crashes and full disks."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -58,15 +60,44 @@ def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path / "missing")) == []
 
 
-def test_a_full_disk_ends_the_writing_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def refuse(descriptor: int, data: bytes) -> int:
+    """A full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_ends_the_writing_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard = list[Stamped]()
-    events = Events(Path("/dev/full"), "p", [heard.append])
-    for step in range(3):
-        events.emit(TrainingProgress(step))
+    events = Events(tmp_path / "e", "p", [heard.append])
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", refuse)
+        for step in range(3):
+            events.emit(TrainingProgress(step))
     assert [stamped.event for stamped in heard] == list(map(TrainingProgress, range(3)))
     assert len(caplog.records) == 1
     assert "No space left" in caplog.text
     events.close()
+
+
+def test_a_log_that_cannot_be_written_or_was_moved_away_leaves_the_folder_to_its_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its votes and its ledger are still written there. The log of an earlier release has no lock beside it."""
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"kind":"a"}\n')
+    events = Events(path, "a")
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", refuse)
+        events.emit(Warned("x"))
+    path.rename(tmp_path / "events.jsonl.1")
+    for _ in range(2):
+        with pytest.raises(ResourceError, match="another run in this one, writes to"):
+            Events(path, "b")
+    assert not path.exists()
+    events.close()
+    Events(path, "b").close()
+    assert {one.name for one in tmp_path.iterdir()} == {"events.jsonl", "events.jsonl.1", ".events.lock"}
 
 
 def test_a_place_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -178,6 +179,50 @@ def test_a_disk_that_refuses_takes_no_vote(votes: DiskVotes, tmp_path: Path) -> 
     past = past_votes(tmp_path)
     assert past is not None
     assert past.restored.saved == 5
+
+
+def test_what_another_process_has_promised_is_not_cut_off(tmp_path: Path) -> None:
+    """Where the file system has no locks, or somebody deleted the lock: nobody knows which of the two goes on."""
+    warned = list[str]()
+    votes = DiskVotes(tmp_path, warned.append, DiskUse())
+    assert save(votes, 1, VoteRecord(FIRST.digest), None, FIRST)
+    other = DiskVotes(tmp_path, print, DiskUse())
+    assert save(other, 2, VoteRecord(NEXT.digest, 6, 6, LAST.digest, led=5), LAST, NEXT)
+    written = (tmp_path / VOTES).read_bytes()
+    for number in (2, 3):
+        assert not save(votes, number, VoteRecord(NEXT.digest, 1), None, NEXT)
+    votes.forget(1)
+    votes.stop()
+    votes._thread.shutdown(wait=True)
+    assert (tmp_path / VOTES).read_bytes() == written
+    (warning,) = warned
+    assert "another process has written there: stop it, and start this one again" in warning
+    other.forget(1)
+    assert save(other, 3, VoteRecord(LAST.digest), None, LAST)
+    (tmp_path / VOTES).rename(tmp_path / "away")
+    assert not save(other, 4, VoteRecord(LAST.digest, 1), None, None)
+    (tmp_path / VOTES).touch()
+    assert not save(other, 4, VoteRecord(LAST.digest, 1), None, None)
+    other.stop()
+
+
+def test_a_file_of_votes_that_was_not_read_is_not_written_over(
+    votes: DiskVotes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand(votes)
+    written, again = (tmp_path / VOTES).read_bytes(), DiskVotes(tmp_path, print, DiskUse())
+
+    def refuse(path: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "read_bytes", refuse)
+        for _ in range(2):
+            assert not save(again, 4, VoteRecord(LAST.digest), None, LAST)
+    assert (tmp_path / VOTES).read_bytes() == written
+    assert save(again, 4, VoteRecord(LAST.digest), None, LAST)
+    again.stop()
+    assert (tmp_path / VOTES).read_bytes().startswith(written)
 
 
 def test_a_process_that_has_not_saved_yet_forgets_no_vote(votes: DiskVotes, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ line, and zeros or noise behind it. Damage before that, or in a file that ends w
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -61,6 +62,8 @@ class DiskVotes(Votes):
         self._descriptor = -1
         self._bytes = 0
         """Length of the whole lines in the file."""
+        self._most_bytes = -1
+        """Length that the file may have with the rest of a line that the disk refused; -1: it was not read yet."""
         self._refused = self._stopped = False
 
     async def save(self, save: Save) -> bool:
@@ -83,13 +86,13 @@ class DiskVotes(Votes):
         tree = {"number": save.number, "life": save.life, "record": asdict(save.record), "accepted": accepted}
         line = sealed_line(tree if head is None else {**tree, "head": head})
         try:
-            if self._descriptor < 0:
-                self._open()
+            self._open()
             os.ftruncate(self._descriptor, self._bytes)  # half a line must not stay: the next would stand behind it
+            self._most_bytes = self._bytes + len(line)
             self._use.write(self._descriptor, self._path, line)
             failpoints.hit("before-vote-sync")
             self._use.sync(self._descriptor, self._path)
-            self._bytes += len(line)
+            self._bytes = self._most_bytes
         except OSError as error:
             if not self._refused:
                 self._warn(f"no vote in {self._path}: {error.strerror}; this peer abstains until its disk takes one")
@@ -101,8 +104,7 @@ class DiskVotes(Votes):
     def _compact(self, version: int) -> None:
         """Write the lines anew that still count, in another file that then takes the place of this one."""
         with suppress(OSError, *_MALFORMED):  # it stays as long as it is
-            if self._descriptor < 0:
-                self._open()
+            self._open()
             found = _lines(self._path.read_bytes()[: self._bytes])
             if found is None:
                 return
@@ -113,14 +115,28 @@ class DiskVotes(Votes):
                 file.flush()
                 self._use.sync(file.fileno(), Path(file.name))
                 self._close()  # a descriptor of the old file would write where nobody reads
+                self._bytes = self._most_bytes = sum(map(len, kept))
             sync_path(self._path.parent)
 
     def _open(self) -> None:
-        make_folders(self._path.parent)
-        self._descriptor = open_to_write(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        found = _lines(self._path.read_bytes())
-        self._bytes = sum(len(line) for line, _ in found or ())  # damaged: that life is over, and its votes go
-        sync_path(self._path.parent)
+        """Have the file open. Raises OSError, also where it is not as this process left it: to write on would cut off
+        what another one has promised there."""
+        if self._descriptor < 0:
+            make_folders(self._path.parent)
+            self._descriptor = open_to_write(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            try:
+                if self._most_bytes < 0:
+                    data = self._path.read_bytes()
+                    self._bytes = sum(len(line) for line, _ in _lines(data) or ())  # damaged: that life is over
+                    self._most_bytes = len(data)
+                sync_path(self._path.parent)
+            except OSError:
+                self._close()  # the next save begins with this again
+                raise
+        status = os.fstat(self._descriptor)
+        ours = os.path.samestat(status, self._path.stat()) and self._bytes <= status.st_size <= self._most_bytes
+        if not ours:
+            raise OSError(errno.EBUSY, "another process has written there: stop it, and start this one again")
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

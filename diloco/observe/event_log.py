@@ -8,6 +8,8 @@ Every peer appends to its own `events.jsonl`, one event per line:
 
 Nothing about correctness rests on these files. They may end in half a line after a `kill -9`, and a full disk ends
 the writing, not the training. `time` orders the files of one machine for a report; no decision ever reads it.
+
+Beside it is `.events.lock`, an empty file: who has it locked is the one process that writes to the peer's folder.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ class Events:
         self._began = monotonic_s()
         self._lock = threading.Lock()
         self._path = path
-        self._descriptor = None if path is None else _open_to_append(path)
+        self._descriptor: int | None = None
+        self._folder_lock: int | None = None
+        if path is not None:
+            self._descriptor, self._folder_lock = _open_to_append(path)
 
     def emit(self, event: Event) -> None:
         """Write one event to the log, and give it to the listeners. From any thread. A log that fails is closed."""
@@ -66,19 +71,18 @@ class Events:
                     cause = str(error)
                 if cause:
                     log.warning("no more events to %s: %s; training goes on", self._path, cause)
-                    self._close()
+                    os.close(self._descriptor)
+                    self._descriptor = None
             for listener in self._listeners:
                 listener(stamped)
 
     def close(self) -> None:
-        """Close the event log. Later events reach the listeners only."""
+        """Close the event log, and give up its folder. Later events reach the listeners only."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+            for descriptor in (self._descriptor, self._folder_lock):
+                if descriptor is not None:
+                    os.close(descriptor)
+            self._descriptor = self._folder_lock = None
 
 
 def read_events(path: Path, thinned: type[Event] | None = None) -> Iterator[Stamped]:
@@ -118,34 +122,38 @@ def _thinned(lines: Iterable[bytes], mark: bytes) -> Iterator[bytes]:
         yield from deque(neighbours, maxlen=1) if marked else neighbours
 
 
-def _open_to_append(path: Path) -> int:
-    """Open an event log and lock it: a peer's folder has one writer. Raises ResourceError, also where it is locked,
-    and StateError for a symbolic link.
+def _open_to_append(path: Path) -> tuple[int, int]:
+    """Descriptors of an event log and of the lock beside it: a peer's folder has one writer. Raises ResourceError, also
+    where it is locked, and StateError for a symbolic link.
 
-    The lock lasts until the descriptor is closed, or the process has ended, however that happens.
+    The lock is on a file of its own, which is empty and stays: a log may be moved away, or its disk be full, while the
+    peer writes its votes and its ledger. It lasts until the descriptor is closed, or the process has ended, however
+    that happens.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = open_to_write(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         with ExitStack() as on_error:
-            on_error.callback(os.close, descriptor)
+            lock = open_to_write(path.with_name(f".{path.stem}.lock"), os.O_RDWR | os.O_CREAT)
+            on_error.callback(os.close, lock)
             try:
-                # `lockf` would end where this process reads the file elsewhere and closes it. Linux keeps `flock` on
+                # `lockf` would end where this process opens the file elsewhere and closes it. Linux keeps `flock` on
                 # NFS, too, among all machines: there it is a lock of all bytes, for which the file must be open for
                 # writing.
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:  # any other error: the file system has no locks, and the log is written without
                 if error.errno in (errno.EACCES, errno.EAGAIN):
                     cause = f"another process, or another run in this one, writes to {path.parent}"
                     fix = "wait until that peer has ended, or choose another folder (--dir)"
                     raise ResourceError(cause, fix) from error
+            descriptor = open_to_write(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            on_error.callback(os.close, descriptor)
             if path.is_file():  # after a kill -9: a line begun would swallow the next one
                 os.ftruncate(descriptor, _whole_bytes(descriptor))
             on_error.pop_all()
     except OSError as error:
         fix = "free the disk or choose another storage.directory"
         raise ResourceError(f"cannot write events to {path}: {error.strerror}", fix) from error
-    return descriptor
+    return descriptor, lock
 
 
 def _whole_bytes(descriptor: int) -> int:

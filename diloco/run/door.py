@@ -60,7 +60,7 @@ from diloco.transport.endpoint import Endpoint, listening
 
 STATE = "state"
 """Group of a checkpoint that holds the objects of somebody's own loop."""
-WRITTEN = ("events.jsonl", LEDGER, VOTES, CARD, SITE_CARD, CHECKPOINTS, LOG, RECORDED, "profile")
+WRITTEN = ("events.jsonl", ".events.lock", LEDGER, VOTES, CARD, SITE_CARD, CHECKPOINTS, LOG, RECORDED, "profile")
 """Files and folders that a peer writes in its own."""
 
 

@@ -33,6 +33,8 @@ TORN_SHARE = 0.5
 TORN_BYTES = 64
 FIRST_SHARE = 0.3
 """Share of the files written over of which a loss of power takes away the first new bytes, and not the last."""
+UNSYNCED = ("events.jsonl", ".events.lock")
+"""Files on which nothing rests that a loss of power may take."""
 SYNCS = 5
 """A death in the middle of a checkpoint comes before one of the first so many syncs."""
 
@@ -209,14 +211,14 @@ class SimulatedDisk:
             if folder.is_dir():
                 self._lose_names(folder, dice)
         for path in sorted(self.folder.rglob("*")) if self.folder.exists() else ():
-            if path.is_file() and path.name != "events.jsonl":
+            if path.is_file() and path.name not in UNSYNCED:
                 self._restore(path, dice)
                 self._tear(path, dice)
 
     def _lose_names(self, folder: Path, dice: Random) -> None:
         known = self._names.get(folder.stat().st_ino, {})
         for path in sorted(folder.iterdir()):
-            if path.name not in known and path.name != "events.jsonl" and dice.random() < LOST_SHARE:
+            if path.name not in (*known, *UNSYNCED) and dice.random() < LOST_SHARE:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _restore(self, path: Path, dice: Random) -> None:
