@@ -214,9 +214,9 @@ def found(
 
     `contract`: a path, the name of one that ships with diloco, its tables as a dict, or a `Contract`. `site`: a path
     (`peers/*.toml`), a `Site`, or the defaults. `directory`: the folder of this peer, with its ledger, events and
-    checkpoints. `resume`: go on from that folder, as the same voter of the same run; join the others, where they went on
-    without this peer; and begin where there is nothing to resume. `state`: objects with
-    `state_dict` and `load_state_dict` (scheduler, scaler, loader) that checkpoints hold; `optimizer` is short for one.
+    checkpoints. `resume`: go on from that folder, as the same voter of the same run; join the others where they went
+    on without this peer; and begin where there is nothing to resume. `state`: objects with `state_dict` and
+    `load_state_dict` (scheduler, scaler, loader) that checkpoints hold; `optimizer` is short for one.
 
     Raises DilocoError: the contract is wrong, a port is in use, none of those that went on answers, ...
     """
