@@ -120,6 +120,19 @@ def test_parts_that_other_ranks_logged_are_found(tmp_path: Path) -> None:
     assert logged_mean(tmp_path, 5, 3, "d", 3, ()) == [b"", b"", b""]
 
 
+def test_a_file_that_cannot_be_read_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A bad sector must not end every start of this peer. Another file may have the same mean."""
+    log, _ = log_in(tmp_path)
+    log.fetched(7, "d", [b"x", b"y"], (0, 1))
+    assert durable(log, "d")
+    (whole,) = (tmp_path / LOG).iterdir()
+    (tmp_path / LOG / "v00000007.0-1.r0.mean").mkdir()
+    assert read(tmp_path, "d") == [b"x", b"y"]
+    assert "v00000007.0-1.r0.mean cannot be read: Is a directory" in caplog.text
+    whole.unlink()
+    assert read(tmp_path, "d") is None
+
+
 def test_another_life_takes_nothing_away(tmp_path: Path) -> None:
     first, _ = log_in(tmp_path, life=1)
     first.fetched(7, "d", [b"x", b"y"], (0, 1))

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import re
 import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
@@ -34,6 +35,8 @@ from diloco.base.clock import monotonic_s
 from diloco.base.files import disk, make_folders, open_to_write, sync_path
 from diloco.base.sealed import checksum_of, sealed_line, unsealed
 from diloco.base.threads import one_thread
+
+logger = logging.getLogger(__name__)
 
 LOG = "log"
 SYNC_BYTES = 2**22
@@ -342,17 +345,29 @@ def logged_mean(
     wanted: Collection[int],
 ) -> list[bytes] | None:
     """The `wanted` of so many parts of a mean, from the logs of all ranks, that of `rank` first; the others are empty.
-    None: they are not all there as they were written. Raises OSError."""
-    files = [(path, number) for path, number in _files(directory / LOG) if _version_of(path) == version]
+    None: they are not all there as they were written, or the disk does not give them. Then a warning says why."""
+    files: list[tuple[Path, int]] = []
+    with _warned(directory / LOG):
+        files = [(path, number) for path, number in _files(directory / LOG) if _version_of(path) == version]
     found: dict[int, bytes] = {}
     for path, _ in sorted(files, key=lambda file: file[1] != rank):
         missing = {part for part in wanted if part not in found}
         if not missing:
             break
-        found |= _read(path, digest, missing)
+        with _warned(path):  # another file may have the same mean
+            found |= _read(path, digest, missing)
     if any(part not in found for part in wanted):
         return None
     return [found.get(part, b"") for part in range(parts)]
+
+
+@contextmanager
+def _warned(path: Path) -> Iterator[None]:
+    """Turn an error of the disk that has this part of a log into a warning: a damaged file ends no start."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s cannot be read: %s; going on without it", path, error.strerror)
 
 
 def _files(folder: Path) -> list[tuple[Path, int]]:

@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -197,11 +196,10 @@ class PeerRank:
         self.island.all(True)  # have it, too, before anybody asks for it
 
     def _redo(self, how: d.Redo) -> Life[None]:
-        line, commit, parts = self.line, Commit.from_bytes(how.commit.encode()), None
+        line, commit = self.line, Commit.from_bytes(how.commit.encode())
         line.peer, fragment = how.name, line.layout.fragments[commit.fragment]
-        with suppress(OSError):
-            at, digest, wanted = commit.version, commit.mean_digest, fragment.cuts
-            parts = logged_mean(Path(how.folder), self.island.rank, at, digest, fragment.parts, wanted)
+        at, digest, wanted = commit.version, commit.mean_digest, fragment.cuts
+        parts = logged_mean(Path(how.folder), self.island.rank, at, digest, fragment.parts, wanted)
         self.redone = self.island.all(parts is not None)
         if self.redone and parts is not None:
             if how.drops:
