@@ -19,7 +19,8 @@ import torch
 
 from diloco.accounts.ledger import LEDGER, Opening, Position, Totals, open_ledger
 from diloco.base.clock import new_incarnation
-from diloco.base.errors import StateError, UsageError
+from diloco.base.errors import ResourceError, StateError, UsageError
+from diloco.base.files import replacing_file
 from diloco.base.types import Commit, Leases, Member
 from diloco.config.contract import Contract
 from diloco.config.load import load_contract
@@ -28,7 +29,7 @@ from diloco.island import elastic
 from diloco.island.elastic import SINCE, WELL_S
 from diloco.island.slices import whole_slices
 from diloco.observe.events import Listening, Stamped
-from diloco.run.door import WRITTEN, make_folder
+from diloco.run.door import WRITTEN, make_folder, open_events
 from diloco.run.launch import come_back, event_card, run_peer
 from diloco.run.options import PeerOptions
 from diloco.run.past import checkpoint_at
@@ -510,6 +511,27 @@ def test_a_peer_does_not_begin_in_a_folder_with_links_to_elsewhere(tmp_path: Pat
         run_peer(PeerOptions(None, None, None, folder), lambda: True, lambda event: None)
     assert {path: path.read_bytes() for path in before} == before
     assert {path.name for path in folder.rglob("*")} == named
+
+
+def test_what_a_killed_process_left_half_written_goes_once_the_folder_is_ours(tmp_path: Path) -> None:
+    """In a container all processes have the same id, on another machine any other: only the lock says who writes."""
+    left = list[Path]()
+    (tmp_path / "recorded").mkdir()
+    for name in ("votes", "peer.json", "site.json", "recorded/v00000003.f0.5f2c9a7e.00c3a1b2d4e5.bin", "report.html"):
+        with replacing_file(tmp_path / name) as file:
+            left.append(Path(file.name))
+        left[-1].write_text("half")
+    (tmp_path / ".peer.json.7.tmp").symlink_to(tmp_path / "peer.json")
+    whole = {path for path in tmp_path.rglob("*") if not path.name.startswith(".")}
+    (tmp_path / ".peer.json.8.tmp").mkdir()  # nobody wrote that
+    events = open_events(tmp_path, "a", [])
+    hidden = {tmp_path / ".events.lock", tmp_path / ".peer.json.8.tmp", left[-1]}  # a report is anybody's
+    assert {*tmp_path.rglob("*")} == {*whole, *hidden, tmp_path / "events.jsonl"}
+    left[0].write_text("half")
+    with pytest.raises(ResourceError, match="another run in this one, writes to"):
+        open_events(tmp_path, "a", [])
+    assert left[0].exists()
+    events.close()
 
 
 def test_the_folder_of_a_peer_may_be_a_link_of_its_user(tmp_path: Path) -> None:

@@ -107,6 +107,15 @@ def replacing_file(path: Path) -> Iterator[BinaryIO]:
             beside.unlink(missing_ok=True)
 
 
+def remove_half_written(folder: Path, names: Iterable[str]) -> None:
+    """Remove the files that killed processes left beside files of these names (patterns of `glob`). No other process
+    may write to the folder now."""
+    for name in names:
+        for path in folder.glob(f".{name}.*.tmp"):  # `replacing_file` names them so
+            with suppress(OSError):
+                path.unlink()
+
+
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
     """Raises StateError where one of these entries of a folder, or anything below one, is a symbolic link: whoever
     handed over the folder chose what it leads to. The folder itself may be one, which its user named."""

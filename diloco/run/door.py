@@ -27,7 +27,7 @@ from torch import nn
 from diloco.accounts.journal import RECORDED
 from diloco.accounts.ledger import LEDGER
 from diloco.base.errors import ConfigError, DilocoError, ResourceError, UnreachableError, UsageError
-from diloco.base.files import make_folders, refuse_links
+from diloco.base.files import make_folders, refuse_links, remove_half_written
 from diloco.base.life import Life
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json, contract_of, load_contract, load_site
@@ -180,6 +180,15 @@ def make_folder(directory: Path, site: Site, private: bool) -> Path:
         cause = f"cannot write to {directory}: {error.strerror}"
         raise ResourceError(cause, "choose another folder (--dir)") from error
     return directory
+
+
+def open_events(directory: Path, name: str, listeners: Sequence[Callable[[Stamped], None]]) -> Events:
+    """The event log of a peer's folder, to which no other process writes from now on. What killed ones left half
+    written there goes. Raises ResourceError where another process has the folder, and StateError for a link."""
+    events = Events(directory / "events.jsonl", name, listeners)
+    remove_half_written(directory, (VOTES, CARD, SITE_CARD))
+    remove_half_written(directory / RECORDED, ("v*",))
+    return events
 
 
 @dataclass(frozen=True)
@@ -359,7 +368,8 @@ def open_run(
 def lead(entrance: Entrance, rank: PeerRank, parts: Parts, closing: ExitStack) -> Leading:
     """The run's peer, its life and its record, on rank 0. `closing`: what to close if the run does not begin."""
     folder, name = entrance.directory, entrance.name
-    events = Events(folder / "events.jsonl" if folder is not None else None, name, entrance.listeners)
+    listeners = entrance.listeners
+    events = open_events(folder, name, listeners) if folder is not None else Events(None, name, listeners)
     closing.callback(events.close)
     reader = parts.reader(rank, entrance) if parts.reader is not None else None
     chronicle = RunChronicle(rank, events.emit, reader)

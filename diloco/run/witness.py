@@ -26,6 +26,7 @@ from diloco.peer.schedule import RunEnd
 from diloco.peer.terms import exchange_terms
 from diloco.peer.waits import Refusal, left, settled
 from diloco.run.blocking import block
+from diloco.run.door import open_events
 from diloco.run.launch import chosen_directory, event_card, fetch_contract, open_directory
 from diloco.run.options import PeerOptions, open_site
 from diloco.run.past import peer_name
@@ -52,7 +53,7 @@ def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callab
             raise UsageError("this run gossips: nobody votes in it", "join it as a trainer, with `diloco peer --join`")
         name = peer_name(site, None)
         directory = open_directory(chosen_directory(options, site), site, contract, name, endpoint.private)
-        events = Events(directory / "events.jsonl", name, [event_card(directory), listener])
+        events = open_events(directory, name, [event_card(directory), listener])
         return block(witnessed(name, contract, endpoint, events, stop))
     finally:
         endpoint.close()
