@@ -100,6 +100,42 @@ def test_a_checkpoint_of_a_void_lineage_is_passed_over(tmp_path: Path) -> None:
     run.end()
 
 
+def test_a_checkpoint_of_a_void_lineage_is_passed_over_in_a_copy_and_after_a_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that was copied without its times has later checkpoints than its ledger, it seems; and where a full disk
+    refused records, nobody knows all commits on which the peer stood. Those that are unknown must be of its lineage."""
+    run = PaperRun(tmp_path, "ab", record=False)
+    a, b = run.peers["a"], run.peers["b"]
+    run.round()
+    a.save()
+    assert a.line.commit is not None
+    a.line.commit = replace(a.line.commit, lineage="apart")
+    for _ in range(3):
+        run.apply(run.close(a, run.offer([a])), [a])
+    a.save()
+    run.apply(run.close(b, run.offer([b])), [b])
+    assert b.line.commit is not None
+    run.copy(b, a, [Fork("lineage-1", b.line.commit.tokens)])
+
+    def resumed(copied: bool) -> int:
+        os.utime(a.directory / "ledger.jsonl", (0, 0) if copied else None)
+        checkpoint = past(tmp_path).checkpoint()
+        assert checkpoint is not None
+        return checkpoint.version
+
+    assert [resumed(copied) for copied in (True, False)] == [1, 1]
+    with monkeypatch.context() as disk:
+        disk.setattr(a.journal._ledger, "_append", lambda data: os.write(-1, data))
+        run.apply(run.close(b, run.offer([a, b])), [a, b])
+    a.save()
+    assert [resumed(copied) for copied in (True, False)] == [3, 1]
+    run.apply(run.close(b, run.offer([a, b])), [a, b])
+    assert b'"kind":"gap"' in (a.directory / "ledger.jsonl").read_bytes()
+    assert [resumed(copied) for copied in (True, False)] == [3, 3]
+    run.end()
+
+
 @pytest.mark.parametrize("missing", [0, 1])
 def test_what_led_to_a_run_that_was_founded_anew_stays(tmp_path: Path, missing: int) -> None:
     """Its founder went on from that version, or from one before."""

@@ -26,10 +26,15 @@ class LeftOff:
     version: int
     commit: Commit | None
     """The last that the peer applied in the run that it founded or joined last; None when it died before the first."""
-    history: Mapping[int, frozenset[str]] | None
+    history: Mapping[int, frozenset[str]]
     """Digests of the commits on which the peer stood in that run, by version: without those that it left for others,
-    and without what is known not to lead to the state that it copied last. None where a full disk refused some."""
-    earlier: tuple[Member, ...] = ()
+    and without what is known not to lead to the state that it copied last."""
+    whole: bool
+    """Whether no full disk refused some of them."""
+    lineages: frozenset[str]
+    """Lineage of the last commit or copied state, and those that the peer entered since: what the ledger lacks may be
+    of these."""
+    earlier: tuple[Member, ...]
     """Members that train of earlier commits in this ledger, and not of the last one, at most `MAX_EARLIER`, the latest
     first. They may be there again, or in a lineage apart."""
 
@@ -51,7 +56,7 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
     last: Record | None = None
     version = 0
     history: dict[int, dict[str, Mapping[str, Any]]] = {}  # with the lineage and tokens of each, as far as written
-    whole = True
+    whole, lineages = True, frozenset[str]()
     view: object = None
     met: dict[str, Member] = {}
     for record in records:
@@ -61,18 +66,23 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
             another = fields["contract_digest"] != opening.get("contract_digest")
             if fields["founds"] or another:
                 last = None  # those of before are not in this run, or in a lineage that was left on purpose
+                lineages = frozenset()
                 met.clear()
             if another or (fields["founds"] and not fields["resumed"]):
                 whole = True
                 history.clear()
+            lineages |= {fields["lineage"]}
             opening, version = fields, fields["version"]
         elif record.kind == "commit":
             last, version, origin = record, fields["commit"]["version"], fields["commit"]
+            lineages = frozenset((origin.get("lineage", ""),))
             if (named := origin.get("view")) != view:  # to parse a commit takes long, and views are seldom new
                 view = named
                 met |= {member.peer: member for member in record.commit.view if not member.witness}
         elif record.kind == "adopt":
             version = fields["version"]
+            if lineage := fields.get("lineage"):
+                lineages = frozenset((lineage,))
             forks: Mapping[str, int] = fields.get("forks", {})
             if fields.get("lineage") in forks:  # else it is unknown what led there
                 origin = {"lineage": fields["lineage"], "tokens": forks[fields["lineage"]]}
@@ -87,10 +97,11 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
     if not opening:
         return None
     commit = last.commit if last else None
-    stood = {version: frozenset(digests) for version, digests in history.items()} if whole else None
+    stood = {version: frozenset(digests) for version, digests in history.items()}
     here = {opening["peer"], *(member.peer for member in (commit.view if commit is not None else ()))}
-    earlier = [met[peer] for peer in reversed(met) if peer not in here][:MAX_EARLIER]
-    return LeftOff(opening["peer"], opening["contract_digest"], opening["boot"], version, commit, stood, tuple(earlier))
+    earlier = tuple([met[peer] for peer in reversed(met) if peer not in here][:MAX_EARLIER])
+    about = (opening["peer"], opening["contract_digest"], opening["boot"])
+    return LeftOff(*about, version, commit, stood, whole, lineages, earlier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +113,7 @@ class Booked:
     boot: int
     """That of the last process; 0: there was none."""
     stood: frozenset[str]
-    """Digests of commits (`LeftOff.history`); none where they are not known."""
+    """Digests of commits (`LeftOff.history`); none where some are not known."""
     earlier: tuple[Member, ...]
     """`LeftOff.earlier`."""
 
@@ -116,7 +127,7 @@ def booked(directory: Path) -> Booked:
         return Booked({}, 0, frozenset(), ())
     states = {record.fields["digest"]: record.fields["state"] for record in records if record.kind == "commit"}
     boot = max((record.fields["boot"] for record in records if record.kind == "open"), default=0)
-    history = left.history if left is not None and left.history is not None else {}
+    history = left.history if left is not None and left.whole else {}
     earlier = left.earlier if left is not None else ()
     return Booked(states, boot, frozenset().union(*history.values()), earlier)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.accounts.ledger import LEDGER, read_ledger
-from diloco.accounts.left_off import left_off
+from diloco.accounts.left_off import LeftOff, left_off
 from diloco.base.errors import StateError
 from diloco.config.site import Site
 from diloco.exchange.votes import past_votes
@@ -27,8 +26,8 @@ class PastRun:
     version: int
     others: tuple[str, ...]
     """Addresses of the other members; of earlier ones where there is none."""
-    history: Mapping[int, frozenset[str]] | None = None
-    """`LeftOff.history`; None: it is not known, or there is no ledger."""
+    left: LeftOff | None = None
+    """Contents of the ledger; None: there is none."""
 
     @property
     def was_left_out(self) -> bool:
@@ -49,10 +48,14 @@ class PastRun:
         return newest(saved.parent, self._is_ours) if saved is not None else None
 
     def _is_ours(self, checkpoint: Checkpoint) -> bool:
-        commit, history = checkpoint.commit, self.history
-        stood = history is None or (commit.digest if commit else "") in history.get(checkpoint.version, ())
-        unwritten = checkpoint.version > self.version and saved_us(checkpoint) > 1e6 * self.written_s  # on a full disk
-        return (stood or unwritten) and checkpoint.contract.digest == self.contract_digest
+        commit, left = checkpoint.commit, self.left
+        if checkpoint.contract.digest != self.contract_digest:
+            return False
+        if left is None or (commit.digest if commit else "") in left.history.get(checkpoint.version, ()):
+            return True
+        # A full disk refuses records, and may take a checkpoint. Times alone prove nothing: a copy has its own.
+        unwritten = checkpoint.version > self.version and saved_us(checkpoint) > 1e6 * self.written_s
+        return (unwritten or not left.whole) and commit is not None and commit.lineage in left.lineages
 
 
 def past_of(folder: Path) -> PastRun | None:
@@ -71,7 +74,7 @@ def past_of(folder: Path) -> PastRun | None:
         members = [one for one in left.others if not one.witness] or left.earlier
         others = tuple(member.address for member in members)
         written_s, contract = ledger.stat().st_mtime, left.contract_digest
-        return PastRun(folder, left.began_us, written_s, contract, left.version, others, left.history)
+        return PastRun(folder, left.began_us, written_s, contract, left.version, others, left)
     if saved is None:
         return None
     checkpoint = load(saved.parent)
