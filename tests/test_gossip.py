@@ -230,8 +230,10 @@ def test_what_was_served_is_remembered_for_so_many() -> None:
 # ---------------------------------------------------------------- whom a peer knows
 
 
-def word(member: Member, beat: int, tokens: int = 0, age_s: float = 0.0, phase: str = Phase.TRAINING) -> Acquaintance:
-    return Acquaintance(member, beat, Progress(phase=phase, tokens=tokens), -1.0, age_s)
+def word(
+    member: Member, beat: int, tokens: int = 0, age_s: float = 0.0, phase: str = Phase.TRAINING, start: int = 0
+) -> Acquaintance:
+    return Acquaintance(member, beat, Progress(phase=phase, tokens=tokens), -1.0, age_s, start)
 
 
 def names(known: Acquaintances, now_s: float) -> set[str]:
@@ -257,7 +259,7 @@ def test_the_later_word_holds_whoever_passes_it_on() -> None:
     assert known.tokens(100.0) == 35
     later = replace(B, incarnation=6, address="b:2")
     assert known.hear([word(later, 1, 7)], 100.0)
-    assert known.tokens(100.0) == 12
+    assert known.tokens(100.0) == 42
     assert known.admits(later)
     assert not known.admits(B)
     assert not known.admits(replace(A, incarnation=9))  # our name is ours
@@ -298,6 +300,50 @@ def test_the_dead_are_forgotten_but_for_their_tokens() -> None:
     assert known.tokens(acquaintances.FORGET_S + 1) == 20
     known.swap_s = acquaintances.FORGET_S  # where a swap takes that long, word does, too
     assert names(known, acquaintances.FORGET_S + 1) == {"b"}
+
+
+def test_a_life_without_a_checkpoint_takes_no_tokens_away() -> None:
+    """Nor does one with an older checkpoint: others have what it had trained since. Peers that hear of it early or
+    late, that joined later, or are it, come to one number."""
+    early, late = table(A), table(C)
+    anew, again = replace(B, incarnation=6), replace(B, incarnation=7)
+    for known in (early, late):
+        known.progress = Progress(tokens=20_000)
+        each_says(known, 0.0, word(B, 1, 50_000))
+        known.lost("b", 1.0)
+    each_says(early, 2.0, word(anew, 1))
+    assert early.tokens(2.0) == 50_000
+    for known in (early, late):
+        each_says(known, 3.0, word(anew, 2, 10_000))
+        assert known.tokens(3.0) == 60_000
+    joiner, itself = table(Member("d", 1, "d:1")), table(anew)
+    itself.progress = Progress(tokens=10_000)
+    for known in (joiner, itself):
+        known.hear(early.publish(4.0), 4.0, trusted=True)
+    assert joiner.tokens(4.0) == 60_000 + 20_000
+    assert itself.tokens(4.0) == 50_000 + 20_000
+    each_says(joiner, 5.0, word(anew, 3, 12_000))
+    assert joiner.tokens(5.0) == 62_000 + 20_000
+    for known in (early, late):
+        each_says(known, 6.0, word(anew, 3, 12_000), word(again, 1, 9_000, start=8_000))
+        assert known.tokens(6.0) == 63_000
+
+
+def test_a_run_that_goes_on_from_checkpoints_counts_those_that_are_gone_for_good() -> None:
+    before = table(A)
+    before.progress = Progress(tokens=20_000)
+    each_says(before, 0.0, word(B, 9, 30_000), word(C, 9, 5_000))
+    each_says(before, 1.0, word(replace(C, incarnation=6), 1, 40_000))
+    known, later = table(replace(A, incarnation=9)), replace(B, incarnation=9)
+    known.restore(20_000, before.table(2.0), 0.0)
+    known.progress = Progress(tokens=20_000)
+    assert known.tokens(0.0) == 75_000
+    assert not names(known, 0.0)
+    each_says(known, 1.0, word(later, 1, 30_000, start=30_000))
+    each_says(known, 2.0, word(later, 2, 31_000, start=30_000))
+    assert known.tokens(2.0) == 76_000
+    each_says(known, 3.0, word(replace(C, incarnation=6), 2, 41_000))  # it had gone on meanwhile
+    assert known.tokens(3.0) == 77_000
 
 
 def test_what_is_told_says_how_old_it_is() -> None:
@@ -414,11 +460,11 @@ def test_a_later_life_is_known_by_its_own_word_or_when_the_one_before_is_gone() 
     known.hear([word(C, 1), word(later, 1, 70)], 1.0)
     assert known.tokens(1.0) == 50
     known.lost("b", 2.0)
-    known.hear([word(C, 2), word(later, 2, 70)], 3.0)
+    known.hear([word(C, 2), word(later, 2, 70, start=50)], 3.0)
     assert known.strangers(3.0) == [later]
     assert known.answered(later)
     assert known.tokens(3.0) == 70
-    each_says(known, 4.0, word(replace(B, incarnation=7), 1, 90), word(later, 9, 80))
+    each_says(known, 4.0, word(replace(B, incarnation=7), 1, 90, start=70), word(later, 9, 80))
     assert known.tokens(4.0) == 90
 
 
@@ -432,6 +478,22 @@ def test_one_liars_tokens_are_those_of_so_many_others() -> None:
     assert known.tokens(0.0) == 90_000 + most * 60_000
     liar = {one.member.peer: one.progress.tokens for one in known.publish(0.0)}["liar"]
     assert liar == most * 60_000  # nor does its number go further
+
+
+def test_a_liars_lives_count_as_one_and_a_made_up_life_hides_none() -> None:
+    known, most = table(A), acquaintances.MAX_FASTER
+    for life in range(2, 9):
+        each_says(known, 0.0, word(replace(LIAR, incarnation=life), 1, 2**62))
+    assert known.tokens(0.0) == most * 1000
+    known = table(A)
+    known.progress = Progress(tokens=20_000)
+    each_says(known, 0.0, word(B, 1, 30_000), word(LIAR, 1))
+    known.lost("b", 1.0)
+    for life in (LAST - 1, LAST):
+        known.hear([word(LIAR, 2), word(replace(B, incarnation=life), 1, 10**9, start=LAST)], 2.0)
+        assert known.tokens(2.0) == 30_000
+    each_says(known, 3.0, word(B, 2, 31_000))
+    assert known.tokens(3.0) == 31_000
 
 
 def test_a_joiner_believes_once_what_the_member_says_whose_weights_it_took() -> None:

@@ -691,6 +691,35 @@ def test_a_peer_comes_back_with_all_it_had(make: Callable[..., World], tmp_path:
     assert b.peer.exchange._ask(lambda: b.peer.exchange.acquaintances.tokens(monotonic_s())).result(10.0) >= tokens
 
 
+def test_who_comes_back_anew_takes_no_tokens_away(make: Callable[..., World], tmp_path: Path) -> None:
+    """Neither others nor itself nor later joiners lack them, nor one that goes on from a checkpoint alone."""
+    world = make(2, inner={"steps": 2})
+    a, b = world.peers
+    world.until(lambda: min(a.version, b.version) >= 2, "some swaps", a, b)
+    b.die()
+    before = a.peer.exchange.others_tokens
+    again = world.add("p1")
+    drive(again.peer.enter())
+    world.until(lambda: again.version, "it swaps again", again)
+    later = world.add("p2")
+    drive(later.peer.enter())
+    total = before + a.peer.tokens + again.peer.tokens
+
+    def all_know() -> bool:
+        for one, other in ((a, again), (again, later), (later, a)):
+            one.peer.exchange.greet(other.peer.exchange.me)
+        return {one.peer.position() for one in (a, again, later)} == {total}
+
+    until(all_know, "all know of all tokens")
+    a.peer.rank.folder = tmp_path
+    drive(a.peer.keeper.last(a.version))
+    for one in (a, again, later):
+        one.die()
+    alone = world.add("p0", load(tmp_path))
+    alone.step()
+    assert alone.peer.position() == total + TOKENS
+
+
 def test_a_partner_has_so_many_streams_here_and_no_more(make: Callable[..., World]) -> None:
     """Streams of weights that say nothing after their header, once their sender has been let into a swap."""
     exchange = make(1).peers[0].peer.exchange

@@ -46,7 +46,8 @@ offers = st.builds(m.Offer, whole, whole, whole, whole, whole, st.booleans(), wh
 progress = st.builds(Progress, text, whole, whole, whole, number, number, number, whole, signed)
 spans = st.lists(st.builds(m.Span, text, whole, whole), max_size=3).map(tuple)
 forks = st.lists(st.builds(m.Fork, lineage, whole), max_size=3).map(tuple)
-acquaintances = st.lists(st.builds(Acquaintance, members, whole, progress, number, ages), max_size=3).map(tuple)
+words = st.builds(Acquaintance, members, whole, progress, number, ages, whole, whole)
+acquaintances = st.lists(words, max_size=3).map(tuple)
 bodies = st.one_of(
     st.builds(
         m.Heartbeat, signed, signed, st.booleans(), progress, whole, forks, st.booleans(), whole, st.booleans(), texts,
@@ -64,7 +65,7 @@ bodies = st.one_of(
     st.builds(m.Goodbye),
     st.builds(m.Evict, text, whole),
     st.builds(Greeting, acquaintances, st.booleans()),
-    st.builds(Invite, whole, st.builds(Acquaintance, members, whole, progress, number, ages)),
+    st.builds(Invite, whole, words),
 )  # fmt: skip
 envelopes = st.builds(m.Envelope, text, text, lineage, members, whole, whole, whole, text, whole, bodies)
 hashes = st.lists(st.binary(min_size=32, max_size=32).map(bytes.hex), max_size=3).map(tuple)

@@ -70,6 +70,7 @@ BODIES: dict[str, m.Body] = {
     "evict": m.Evict("bob", 99),
     "greeting": Greeting(KNOWN, answer=True),
     "invite": Invite(6, KNOWN[1]),
+    "invite-lives": Invite(7, replace(KNOWN[0], start_tokens=2**32, earlier_tokens=2**40)),
 }
 ENVELOPES = {
     name: m.Envelope("run-a", DIGEST, LINEAGE, ALICE, 2**50, 3, 2**40, DIGEST[::-1], sequence, body)

@@ -6,6 +6,9 @@ compared. The table is bounded.
 
 A word is hearsay unless its own peer says it. Hearsay makes nobody a partner and counts no tokens, before that life has
 answered at its address. It does not pass for more than a peer's own word, and nobody is believed to leave by it.
+
+A life that begins with fewer tokens than the earlier one had, for it has no checkpoint, takes none of them away. Each
+peer remembers by itself what the earlier lives had, and hearsay of it counts only where a peer takes its weights.
 """
 
 from __future__ import annotations
@@ -36,6 +39,11 @@ MAX_FASTER = 16
 trained, and one that lies would end the run alone. Peers are alike within that, or the run goes on for longer."""
 
 
+Row = tuple[str, int, str, int, int]
+"""A peer in a checkpoint: name, life, address, tokens of all its lives, and of the earlier ones. The first is the one
+that wrote it, with the tokens of earlier lives that its own lack."""
+
+
 @dataclass(slots=True)
 class _Known:
     word: Acquaintance
@@ -48,6 +56,10 @@ class _Known:
     """When it last failed to answer."""
     vouched: int | None = None
     """Tokens of this peer by the member whose weights this one took. None: that said nothing of it."""
+    earlier_tokens: int = 0
+    """Tokens of its earlier lives, as they counted when this life took their place."""
+    before: _Known | None = None
+    """The life whose place this one took by hearsay: it may yet speak again."""
     greeted_at_s: float = -math.inf
     """When a greeting of it was last answered."""
 
@@ -55,6 +67,11 @@ class _Known:
     def sure(self) -> bool:
         """Whether more than hearsay says that there is such a peer."""
         return self.answered or self.vouched is not None
+
+    def counted(self, most: int) -> int:
+        """Tokens of all lives of this peer that count, where `most` do beside those that were vouched for."""
+        word = self.word if self.sure else replace(self.word, progress=Progress())
+        return min(_tokens(word, self.earlier_tokens), most + (self.vouched or 0))
 
 
 class Acquaintances:
@@ -64,6 +81,10 @@ class Acquaintances:
         """`round_tokens`: of a peer between two swaps, by the contract."""
         self.me = me
         self.progress = Progress()
+        self.start_tokens = 0
+        """Tokens with which this life began."""
+        self.earlier_tokens = 0
+        """Tokens of this peer's earlier lives, by its checkpoint, and by the member whose weights it took."""
         self.spread = -1.0
         self.swap_s = 0.0
         """Mean seconds from one swap of this peer to the next."""
@@ -71,10 +92,32 @@ class Acquaintances:
         self._beat = self._turn = 0
         self._known: dict[str, _Known] = {}
 
+    def restore(self, start_tokens: int, table: Sequence[Row], now_s: float) -> None:
+        """Go on from a checkpoint: from this peer's own tokens in it, and the `table` of then."""
+        self.start_tokens = start_tokens
+        for place, (peer, life, address, tokens, earlier_tokens) in enumerate(table):
+            if place == 0:
+                self.earlier_tokens = start_tokens + tokens
+                continue
+            word = Acquaintance(Member(peer, life, address), 0, Progress(tokens=tokens), start_tokens=tokens)
+            known = _Known(word, now_s, own=False, answered=False, lost_at_s=now_s, vouched=tokens)
+            known.earlier_tokens = earlier_tokens
+            self._known[peer] = known
+
+    def table(self, now_s: float) -> list[Row]:
+        """This peer and the others, for a checkpoint."""
+        most, me = self._most_tokens(now_s), self.me
+        rows = [(me.peer, me.incarnation, me.address, max(self.earlier_tokens - self.start_tokens, 0), 0)]
+        for known in self._known.values():
+            member, tokens = known.word.member, known.counted(most)
+            if tokens:
+                rows.append((member.peer, member.incarnation, member.address, tokens, known.earlier_tokens))
+        return rows
+
     def myself(self) -> Acquaintance:
         """A new word of this peer about itself."""
         self._beat += 1
-        return Acquaintance(self.me, self._beat, self.progress, self.spread)
+        return Acquaintance(self.me, self._beat, self.progress, self.spread, start_tokens=self.start_tokens)
 
     def publish(self, now_s: float) -> tuple[Acquaintance, ...]:
         """The table of acquaintances, for another peer: this one first."""
@@ -87,7 +130,8 @@ class Acquaintances:
             replace(
                 entry.word,
                 age_s=max(now_s - entry.said_at_s, 0.0),
-                progress=replace(entry.word.progress, tokens=_counted(entry, most)),
+                progress=replace(entry.word.progress, tokens=min(entry.word.progress.tokens, entry.counted(most))),
+                earlier_tokens=min(entry.earlier_tokens, entry.counted(most)),
             )
             for entry in sure
         )
@@ -99,12 +143,23 @@ class Acquaintances:
         is_new = not self._has_answered(words[0].member)
         for place, word in enumerate(words):
             self._enter(word, now_s, own=place == 0)
-            if trusted and (known := self._known.get(word.member.peer)) is not None:
-                known.vouched = word.progress.tokens
+            if trusted:
+                self._believe(word)
         excess = len(self._known) - MAX_KNOWN
         for peer in heapq.nsmallest(excess, self._known, key=self._worth):
             del self._known[peer]
         return is_new and self._has_answered(words[0].member)
+
+    def _believe(self, word: Acquaintance) -> None:
+        """Take at face value what a peer has trained until now, and what its earlier lives have."""
+        known, tokens = self._known.get(word.member.peer), _tokens(word, word.earlier_tokens)
+        life = (known.word.member if known is not None else self.me).incarnation
+        earlier_tokens = tokens if word.member.incarnation < life else word.earlier_tokens
+        if word.member.incarnation <= life and (known is not None or word.member.peer == self.me.peer):
+            holder = known or self
+            holder.earlier_tokens = max(holder.earlier_tokens, earlier_tokens)
+        if known is not None:
+            known.vouched = tokens
 
     def _enter(self, word: Acquaintance, now_s: float, own: bool) -> None:
         member, known = word.member, self._known.get(word.member.peer)
@@ -116,12 +171,20 @@ class Acquaintances:
         elif not self._is_news(word, known, own, now_s):
             return
         elif known.word.member != member:
-            self._known[member.peer] = _Known(word, said_at_s, own, answered=own, vouched=known.vouched)
+            self._known[member.peer] = self._next_life(word, known, said_at_s, own, now_s)
         else:
             if known.answered and not own:  # hearsay moves nobody to another address
                 word = replace(word, member=known.word.member)
             known.word, known.own, known.answered = word, own, own or known.answered
             known.said_at_s = max(known.said_at_s, said_at_s)
+
+    def _next_life(self, word: Acquaintance, known: _Known, said_at_s: float, own: bool, now_s: float) -> _Known:
+        """Another life of a peer, or one that was replaced by hearsay. It adds to what the lives before it trained."""
+        before = known if known.answered or known.before is None else known.before
+        later = word.member.incarnation > before.word.member.incarnation
+        tokens = before.counted(self._most_tokens(now_s)) if later else before.earlier_tokens
+        before.before = None
+        return _Known(word, said_at_s, own, own, vouched=known.vouched, earlier_tokens=tokens, before=before)
 
     def _is_news(self, word: Acquaintance, known: _Known, own: bool, now_s: float) -> bool:
         """Whether a word takes the place of the one that is known of its peer."""
@@ -199,9 +262,9 @@ class Acquaintances:
         return min(gone, key=lambda one: one.lost_at_s).word.member if gone else None
 
     def tokens(self, now_s: float) -> int:
-        """Tokens trained by all other peers, the dead included, as far as this peer knows and believes."""
-        most = self._most_tokens(now_s)
-        return sum(_counted(entry, most) for entry in self._known.values() if entry.sure)
+        """Tokens trained by all other peers, the dead included, and by earlier lives of this one whose weights it does
+        not go on from: as far as this peer knows and believes."""
+        return tokens_in(self.table(now_s))
 
     def _most_tokens(self, now_s: float) -> int:
         """Tokens for which a peer counts at most, beside those that were vouched for (`MAX_FASTER`)."""
@@ -246,5 +309,14 @@ class Acquaintances:
         }
 
 
-def _counted(entry: _Known, most: int) -> int:
-    return min(entry.word.progress.tokens, most + (entry.vouched or 0))
+def tokens_in(table: Sequence[Row]) -> int:
+    """Tokens by a table that the peer's own ones lack."""
+    return sum(tokens for *_, tokens, _ in table)
+
+
+def _tokens(word: Acquaintance, earlier_tokens: int) -> int:
+    """Tokens of a peer in all its lives: of the earlier ones, and those by which this life has gone on since it began.
+
+    Its start is its own word. If it is a lie, no more count than the peer might claim anyway, and no fewer than before.
+    """
+    return max(earlier_tokens + max(word.progress.tokens - word.start_tokens, 0), word.progress.tokens)

@@ -17,7 +17,7 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.background import ExchangeTasks
 from diloco.exchange.lives import Lives
-from diloco.gossip.acquaintances import Acquaintances
+from diloco.gossip.acquaintances import Acquaintances, Row, tokens_in
 from diloco.observe.events import Event, Remark, ViewChanged
 from diloco.outer.line import Line
 from diloco.peer.terms import timing_of
@@ -60,6 +60,8 @@ class Greeter(ExchangeTasks):
         self.lives = Lives(runtime.link, timing_of(terms.site))
         self.trusted = ""
         """Address of the member whose weights this peer took, until that has said what others have trained."""
+        self.table: Sequence[Row] = ()
+        """The others and their tokens, for a checkpoint."""
         self.others_tokens = 0
         """Tokens trained by all others, as far as this peer knows."""
         self._alive: Sequence[Acquaintance] = ()
@@ -87,6 +89,11 @@ class Greeter(ExchangeTasks):
     def others(self) -> Sequence[Member]:
         """The other peers that live, as far as this one knows by gossip."""
         return [word.member for word in self._alive]
+
+    def restore(self, tokens: int, table: Sequence[Row]) -> None:
+        """Before the exchange starts: go on from the tokens and the table of a checkpoint."""
+        self.acquaintances.restore(tokens, table, monotonic_s())
+        self._refresh()
 
     def join(self, members: Sequence[Member]) -> None:
         """Greet the members of a welcome. The first is trusted where this peer took nobody's weights: it comes back."""
@@ -170,7 +177,8 @@ class Greeter(ExchangeTasks):
         """Update what the training thread reads of acquaintances: it never waits for this thread. `new`: peers that
         have answered for the first time."""
         self._alive = self.acquaintances.alive(monotonic_s())
-        self.others_tokens = self.acquaintances.tokens(monotonic_s())
+        self.table = self.acquaintances.table(monotonic_s())
+        self.others_tokens = tokens_in(self.table)
         if new:
             self._emit(ViewChanged(self._line.state.version, new))
 

@@ -111,14 +111,14 @@ class GossipPeer:
         """Tokens trained by this peer, in all its lives that these weights come from."""
         self.known_tokens = checkpoint.value("run_tokens", int) if checkpoint is not None else 0
         """Tokens trained by all peers, as far as this one ever knew: never falls."""
-        self._others_tokens = self.known_tokens - self.tokens
-        """Tokens that all others had at the checkpoint, at least: they may be gone for good."""
         self.discarded_tokens = 0
         contract, welcome = self.contract, endpoint.welcome
         me = Member(name, new_incarnation(), "")
         lineage = welcome.lineage if welcome else lineage_of(me, rank.contract.digest)
         terms = GossipTerms(contract, self.site, contract.run.name, contract.digest, data)
         self.exchange = Swapping(me, terms, self.line, endpoint.runtime, lineage, events.emit)
+        if checkpoint is not None:
+            self.exchange.restore(self.tokens, checkpoint.meta.get("known", ()))
         self.address = self.ticket = ""  # the ticket is what `diloco peer --join` takes
         self.progress = Progress()
         self.spread: float | None = None  # found at the last swap, before it
@@ -232,8 +232,7 @@ class GossipPeer:
 
     def position(self) -> int:
         """Tokens of the whole run, as far as this peer knows: sets the learning rate."""
-        others_tokens = max(self._others_tokens, self.exchange.others_tokens)
-        self.known_tokens = max(self.known_tokens, self.tokens + others_tokens)
+        self.known_tokens = max(self.known_tokens, self.tokens + self.exchange.others_tokens)
         return self.known_tokens
 
     def between_steps(self) -> bool:
@@ -416,6 +415,7 @@ class GossipPeer:
         groups, about = save_line(self.line, self.contract)
         others = [word.member.address for word in self.exchange.alive()[:MAX_SAVED_OTHERS]]
         about |= {"own_tokens": self.tokens, "run_tokens": self.position(), "others": others}
+        about |= {"known": self.exchange.table}
         about |= self.chronicle.numbers()
         self.island.decide(SaveCheckpoint("local" in groups))
         return self.rank.save((groups, about), self.site.storage.keep)

@@ -21,6 +21,10 @@ class Acquaintance:
     """Between the two peers of its last swap (`diloco.gossip.pairing.spread`); negative: it had none yet."""
     age_s: Annotated[float, MinValue(0)] = 0.0
     """Age of the report, summed by the peers that passed it on."""
+    start_tokens: int = 0
+    """Tokens with which this life of the peer began, by its checkpoint."""
+    earlier_tokens: int = 0
+    """Tokens of the peer's earlier lives, as far as the one knows that passes the report on. None in its own report."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -915,12 +915,18 @@ class Acquaintance(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     SPREAD_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
+    START_TOKENS_FIELD_NUMBER: _builtins.int
+    EARLIER_TOKENS_FIELD_NUMBER: _builtins.int
     beat: _builtins.int
     """counts what it told of itself in this life"""
     spread: _builtins.float
     """between it and the other of its last swap; negative: none yet; finite"""
     age_s: _builtins.float
     """since it said so, as far as those who passed it on can tell; finite, not negative"""
+    start_tokens: _builtins.int
+    """with which this life began, by its checkpoint"""
+    earlier_tokens: _builtins.int
+    """by who passes it on: of its earlier lives in all; 0 in its own word"""
     @_builtins.property
     def member(self) -> Global___Member: ...
     @_builtins.property
@@ -935,10 +941,12 @@ class Acquaintance(_message.Message):
         progress: Global___Progress | None = ...,
         spread: _builtins.float = ...,
         age_s: _builtins.float = ...,
+        start_tokens: _builtins.int = ...,
+        earlier_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "beat", b"beat", "member", b"member", "progress", b"progress", "spread", b"spread"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "beat", b"beat", "earlier_tokens", b"earlier_tokens", "member", b"member", "progress", b"progress", "spread", b"spread", "start_tokens", b"start_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
