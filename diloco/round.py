@@ -81,7 +81,7 @@ def measure(line: Line, how: Measure, seconds: Seconds) -> PendingContribution:
     by whoever encodes it; and where nothing overlaps, of the weights themselves, which must not change until
     `keep_local`. `eager` also moves the local weights to where the outer step will have them, as far as is known.
     """
-    fragment = line.due
+    fragment = line.layout.fragments[how.fragment]
     before = line.state.fragments[fragment.index]
     with timed(seconds, "pseudo_gradient"):
         if not line.ranks.all(line.weights.within(fragment, MAX_VALUE) and before.largest <= MAX_VALUE):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from diloco.base.turns import Turns
 from diloco.base.types import MAX_LIST, Blocks, Commit, Counted, Leases, Member, Omitted, Voter
 from diloco.config.load import load_contract
 from diloco.protocol import leases
@@ -14,7 +15,7 @@ from diloco.protocol.claims import CLAIMED_ROUNDS, Bounds, why_malformed, why_no
 
 A, B, C, D, E = (Member(name, 1, f"{name}:1") for name in "abcde")
 WITNESS = Member("w", 1, "w:1", witness=True)
-BOUNDS = Bounds("contract", fragments=2, lease_blocks=4, same=8, max_tokens=100)
+BOUNDS = Bounds("contract", Turns(2), lease_blocks=4, same=8, max_tokens=100)
 VIEW = (A, B, C, D, WITNESS)
 TRAINERS = [member.peer for member in VIEW if not member.witness]
 VOTERS = tuple(Voter(member.peer, 5, -1) for member in (A, B, C, WITNESS))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco.base.turns import Turns
 from diloco.base.types import Counted, Omitted
 from diloco.compress import open_codec
 from diloco.config.codec import CodecSection
@@ -43,6 +44,7 @@ def line_of(
         [open_codec(CodecSection(name="fp32", zstd=False))],
         optimizer,
         Weighing(),
+        Turns(),
         state,
         commit_of(0, counted=tuple(Counted(each, 0, 0, 1, 0, 0) for each in "xy")),
         merge=open_merge(merge, 0.5),

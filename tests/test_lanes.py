@@ -226,7 +226,7 @@ def test_ranks_read_and_write_their_parts_of_any_mesh(tmp_path: Path) -> None:
 
 
 def adopting(place: int, root: Path) -> None:
-    """Rank 0 holds all parts. It is given a state of version 1, and then measures what is due."""
+    """Rank 0 holds all parts. It is given a state of version 1, and then measures a fragment."""
     island = Island.at(place, 2, CPU, rendezvous=f"file://{root / 'meeting'}", timeout_s=60.0)
     one_lane = site(root, {"shard": "parameters"}, {"lanes": 1})
     model = RankModel(contract(2), one_lane, island)
@@ -234,9 +234,8 @@ def adopting(place: int, root: Path) -> None:
     line = rank.line
     moved = [replace(one, anchor=one.anchor + 1.0, steps=1) for one in line.state.fragments]
     drive(rank.perform(Adopt(1, (1, 1), False), OuterState(1, tuple(moved)) if island.leads else None))
-    drive(rank.perform(Measure(0.0, 1, True)))
+    drive(rank.perform(Measure(1, 0.0, 1, True)))
     state = line.state
-    assert line.due.index == 1
     assert line.sent is not None
     assert line.sent.local is not None
     assert torch.equal(line.sent.local, state.fragments[1].anchor)
@@ -247,7 +246,7 @@ def adopting(place: int, root: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_hold_no_parts_stand_at_the_version_that_the_island_copied(tmp_path: Path) -> None:
-    """Or they take another fragment to be due, and what is read of it is a mix of two parameters."""
+    """Or what they measure is of another version than what rank 0 does."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
     run_ranks(adopting, 2, tmp_path)
     assert [(tmp_path / f"at-{place}").read_text() for place in range(2)] == ["1 [1, 1]"] * 2

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.base.turns import Turns
 from diloco.base.types import Commit, Counted, Leases, Member, Omitted, Progress, Voter
 from diloco.exchange.service import status_json
 from diloco.protocol import effects as fx
@@ -47,7 +48,7 @@ NAMES = ["a", "b", "c", "d"]
 A, B, C, D = MEMBERS = [Member(name, number, f"{name}:1") for number, name in enumerate(NAMES, 1)]
 WITNESS = Member("w", 9, "w:1", witness=True)
 SYNC = Policy(None, 0.0, 20.0)
-RULES = Rules("run", "contract", (6,), 1, Bounds("contract", fragments=1, lease_blocks=2), SYNC, 4)
+RULES = Rules("run", "contract", (6,), 1, Bounds("contract", Turns(1), lease_blocks=2), SYNC, 4)
 NEAR = 3
 """Versions from which commits bring a peer to ours: the backlog of `standing` less one."""
 BodyT = TypeVar("BodyT")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.base.errors import ConfigError
+from diloco.base.turns import Turns
 from diloco.base.types import Closed, Commit, Counted, Leases, Member, Omitted
 from diloco.compress import PayloadError, open_codec
 from diloco.config.codec import CodecSection
@@ -139,8 +140,9 @@ def test_contributors_that_take_turns_have_one_in_the_final_sync(
     ending.on_commit(commit_of(version, 100, tuple(Counted(name, 0, 0, 1, 1, 1) for name in names)))
     assert ending.last_version is not None
     counted: dict[int, set[str]] = {fragment: set() for fragment in range(fragments)}
+    turns = Turns(fragments, 0, 100)
     for final in range(version + may_leave_progress, ending.last_version + 1):
-        counted[(final - 1) % fragments] |= set(in_turn(names, most, (final - 1) // fragments))
+        counted[turns.next(final - 1, 100)] |= set(in_turn(names, most, (final - 1) // fragments))
     assert all(counts == set(names) for counts in counted.values())
 
 
@@ -222,7 +224,7 @@ def line_of(
     state = OuterState(0, (optimizer.start(start.clone()),))
     codec = open_codec(CodecSection(name="fp32", zstd=False))
     weights, how = Weights({"a": start.clone()}), open_merge(merge, mix_alpha)
-    return Line(name, weights, layout, [codec], optimizer, Weighing(), state, merge=how, boot=0, **settings)  # type: ignore[arg-type]
+    return Line(name, weights, layout, [codec], optimizer, Weighing(), Turns(), state, merge=how, boot=0, **settings)  # type: ignore[arg-type]
 
 
 def close(lines: list[Line], sent: list[PendingContribution]) -> Closed:

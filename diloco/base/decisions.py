@@ -71,8 +71,9 @@ class Meet(Decision):
 
 
 class Measure(Decision):
-    """Pseudo-gradient and compress. `overlaps`: inner steps follow while it is on its way."""
+    """Pseudo-gradient of a fragment, and compress. `overlaps`: inner steps follow while it is on its way."""
 
+    fragment: int
     staleness: float
     trainers: int
     overlaps: bool

@@ -18,6 +18,7 @@ from torch import Tensor
 from diloco.base.clock import monotonic_s, new_incarnation
 from diloco.base.decisions import Apply, Measure
 from diloco.base.ranks import Alone, Ranks
+from diloco.base.turns import Turns
 from diloco.base.types import Commit, Contribution, Counted, Member
 from diloco.compress import Codec
 from diloco.compress.encoding import Encode, encode_now
@@ -124,6 +125,7 @@ class Line:
     """By group of parameters (`Fragment.group_of`)."""
     optimizer: OuterOptimizer
     weighing: Weighing
+    turns: Turns
     state: OuterState
     commit: Commit | None = None
     trained: UncommittedProgress = field(default_factory=UncommittedProgress)
@@ -161,8 +163,8 @@ class Line:
 
     @property
     def due(self) -> Fragment:
-        """The fragment that the line's next outer step moves."""
-        return self.layout.fragments[self.state.version % len(self.layout.fragments)]
+        """The fragment that the line's next outer step moves. Rank 0."""
+        return self.layout.fragments[self.turns.next(self.state.version, self.commit.tokens if self.commit else 0)]
 
     @property
     def trainers(self) -> int:
@@ -176,7 +178,7 @@ class Line:
 
     def measuring(self, overlaps: bool) -> Measure:
         """Decision to measure a contribution of the line. Rank 0. `overlaps`: inner steps follow meanwhile."""
-        return Measure(self.staleness, self.trainers, overlaps)
+        return Measure(self.due.index, self.staleness, self.trainers, overlaps)
 
     def applying(self, commit: Commit, counted: bool, state_unused: bool) -> Apply:
         """Decision to apply a version to the line. Rank 0. `state_unused`: nobody else reads its state before that."""

@@ -7,6 +7,7 @@ import os
 
 from diloco.base.errors import ConfigError, IncompatibleError
 from diloco.base.ranks import Alone
+from diloco.base.turns import Turns
 from diloco.base.types import Member
 from diloco.compress import open_codecs
 from diloco.compress.bundle import MAX_CONTRIBUTIONS
@@ -61,6 +62,7 @@ def open_line(
         codecs_of(contract),
         optimizer,
         Weighing.of(contract),
+        Turns.of(contract),
         OuterState(0, tuple(map(optimizer.start, anchor, layout.fragments))),
         ranks=island or Alone(),
         merge=open_merge(contract.sync.merge, contract.sync.mix_alpha),
@@ -102,7 +104,6 @@ def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
         backlog_versions=membership.backlog_versions,
         continue_after_s=membership.continue_after_s if membership.without_majority == "continue" else None,
         offences_allowed=membership.offences_allowed,
-        total_tokens=contract.run.total_tokens,
     )
 
 

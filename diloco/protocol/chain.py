@@ -92,8 +92,8 @@ class Chain:
 
     @property
     def fragment(self) -> int:
-        """The fragment that the next commit moves; fragments take turns by version."""
-        return (self.making - 1) % len(self._rules.parts)
+        """The fragment that the next version moves."""
+        return self._rules.bounds.turns.next(self.version, self.commit.tokens if self.commit else 0)
 
     @property
     def view(self) -> tuple[Member, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from diloco.base.turns import Turns
 from diloco.base.types import Commit, Counted, Leases
 from diloco.protocol import leases
 
@@ -27,7 +28,7 @@ class Bounds:
 
     contract: str
     """Digest of the contract."""
-    fragments: int
+    turns: Turns
     lease_blocks: int
     """Data blocks that every trainer holds at least after a commit."""
     by_tokens: bool = False
@@ -43,9 +44,9 @@ class Bounds:
         """A contract's bounds. It does not know the tokens of an own loop's step: those have the run's as their end."""
         rounds = CLAIMED_ROUNDS * contract.max_steps_per_round * contract.tokens_per_step
         most = max(rounds, contract.run.total_tokens) if contract.model.kind == "external" else rounds
-        outer, fragments = contract.outer, contract.sync.fragments
+        outer = contract.outer
         weights = outer.weighting == "tokens", contract.same_weight, outer.staleness_power > 0
-        return Bounds(contract.digest, fragments, contract.lease_blocks, *weights, most)
+        return Bounds(contract.digest, Turns.of(contract), contract.lease_blocks, *weights, most)
 
 
 # ---------------------------------------------------------------- a contribution
@@ -100,7 +101,8 @@ def _why_no_beginning(commit: Commit, bounds: Bounds) -> str:
 
 def _why_no_version(commit: Commit, bounds: Bounds) -> str:
     counted = {entry.peer: entry for entry in commit.counted}
-    if commit.drafter or commit.fragment != (commit.version - 1) % bounds.fragments:
+    tokens = commit.tokens - sum(entry.tokens for entry in commit.counted)
+    if commit.drafter or commit.fragment != bounds.turns.next(commit.version - 1, tokens):
         return f"version {commit.version} does not move fragment {commit.fragment}, and has no drafter"
     if not (commit.mean_digest and commit.state_digest):
         return "it makes a version and names no mean, or not the state before"

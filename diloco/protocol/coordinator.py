@@ -191,8 +191,8 @@ class Coordinator:
     @property
     def _policy(self) -> Policy:
         """The policy by which the coordinator closes the version being made."""
-        total, commit = self._rules.total_tokens, self.chain.commit
-        ending = total is not None and commit is not None and commit.tokens >= total
+        commit, turns = self.chain.commit, self._rules.bounds.turns
+        ending = commit is not None and turns.is_final(commit.tokens)
         return self._rules.policy.at(self.chain.making, ending)
 
     def _decision(self, tally: Tally) -> GroupDecision:

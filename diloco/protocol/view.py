@@ -79,8 +79,6 @@ class Rules:
     """Without a majority for this long, go on as a lineage of our own; None: wait."""
     offences_allowed: int = 3
     """After so many contributions that no honest peer sends, a peer is put out of the run."""
-    total_tokens: int | None = None
-    """When so many are committed, only contributions under way are still to come. None: the run has no end."""
 
     @property
     def means_kept(self) -> int:

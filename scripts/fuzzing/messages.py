@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from xxhash import xxh3_64_intdigest
 
 from diloco.base.errors import DilocoError
+from diloco.base.turns import Turns
 from diloco.base.types import Closed, Commit, Member
 from diloco.config.load import contract_from_json, load_contract
 from diloco.island import plain
@@ -36,7 +37,7 @@ T = TypeVar("T")
 Call = Callable[["_Answers"], Coroutine[Any, Any, object]]
 """A call over a link, for which the answers are there."""
 
-BOUNDS = Bounds("contract", fragments=2, lease_blocks=4)
+BOUNDS = Bounds("contract", Turns(2), lease_blocks=4)
 LIMITS = Limits(parts=64, part_bytes=2**20, total_bytes=2**22)
 REFUSALS = (LinkDown, LinkRefused, DecodeError)
 """Errors of a call over a link; gRPC makes the last one a refusal."""
