@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,19 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from diloco.base.errors import StateError
 from diloco.base.types import Member, Phase, Progress
 from diloco.compress import PayloadError
 from diloco.data.reader import block_at, own_seed
 from diloco.gossip import acquaintances
-from diloco.gossip.acquaintances import Acquaintances
+from diloco.gossip.acquaintances import Acquaintances, table_of
 from diloco.gossip.pairing import Pairing, Settling, check_partner, pair_mean, settle, spread
 from diloco.gossip.swaps import MAX_SERVED, Swap, Swaps, SwapStage
 from diloco.outer.state import TILE_ELEMENTS, FragmentState
 from diloco.protocol.greetings import Acquaintance
 from diloco.protocol.messages import Reply
 from diloco.protocol.roster import MAX_JUMP
+from diloco.storage.checkpoint import Checkpoint
 from tests.gossips import contract
 
 NOLOCO = Pairing(0.7, 0.5)
@@ -575,3 +578,16 @@ def test_peers_read_in_orders_of_their_own() -> None:
 def test_what_does_not_apply_is_refused(section: str, values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         contract(**{"inner": {"steps": 2}, section: {"steps": 2, **values} if section == "inner" else values})
+
+
+@pytest.mark.parametrize(
+    "table",
+    [{}, [5], [["p1", 1, "a:1", 5]], [["p1", 1, "a:1", -5, 0]], [["p1", 1, "a:1", 2**63, 0]], [[]] * 9999],
+)
+def test_a_table_that_no_peer_writes_is_refused(table: object) -> None:
+    with pytest.raises(StateError):
+        table_of(Checkpoint(1, {}, {"known": table}, Path("v00000001")))
+
+
+def test_a_checkpoint_of_an_earlier_release_has_no_table() -> None:
+    assert table_of(Checkpoint(1, {}, {}, Path("v00000001"))) == []

@@ -23,6 +23,7 @@ from typing import Any
 from diloco.base.types import Member, Phase, Progress
 from diloco.protocol.greetings import Acquaintance
 from diloco.protocol.roster import MAX_JUMP
+from diloco.storage.checkpoint import Checkpoint
 
 MAX_KNOWN = 4095
 """Other peers in the table. Beyond it the longest unheard go, first those that never answered."""
@@ -307,6 +308,18 @@ class Acquaintances:
                 for word, age_s, lives in everybody
             ],
         }
+
+
+def table_of(checkpoint: Checkpoint) -> Sequence[Row]:
+    """The table in a checkpoint; empty in those of earlier releases. Raises StateError: it may be a stranger's."""
+    table = checkpoint.meta.get("known", [])
+    if not (isinstance(table, list) and len(table) <= MAX_KNOWN + 1):
+        raise checkpoint.malformed("its table of peers is none, or has too many")
+    for row in table:
+        kinds = [*map(type, row)] if isinstance(row, list) else []
+        if kinds != [str, int, str, int, int] or not all(0 <= one < 2**63 for one in row if type(one) is int):
+            raise checkpoint.malformed(f"{row!r} is no peer and its tokens")
+    return [(peer, life, address, tokens, earlier) for peer, life, address, tokens, earlier in table]
 
 
 def tokens_in(table: Sequence[Row]) -> int:

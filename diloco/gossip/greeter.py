@@ -17,12 +17,13 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.background import ExchangeTasks
 from diloco.exchange.lives import Lives
-from diloco.gossip.acquaintances import Acquaintances, Row, tokens_in
+from diloco.gossip.acquaintances import Acquaintances, Row, table_of, tokens_in
 from diloco.observe.events import Event, Remark, ViewChanged
 from diloco.outer.line import Line
 from diloco.peer.terms import timing_of
 from diloco.protocol import messages as m
 from diloco.protocol.greetings import Acquaintance, Greeting
+from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.endpoint import Runtime
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
@@ -90,9 +91,10 @@ class Greeter(ExchangeTasks):
         """The other peers that live, as far as this one knows by gossip."""
         return [word.member for word in self._alive]
 
-    def restore(self, tokens: int, table: Sequence[Row]) -> None:
-        """Before the exchange starts: go on from the tokens and the table of a checkpoint."""
-        self.acquaintances.restore(tokens, table, monotonic_s())
+    def restore(self, tokens: int, checkpoint: Checkpoint) -> None:
+        """Before the exchange starts: go on from this peer's own tokens, and the table of a checkpoint. Raises
+        StateError for a table that no peer writes so."""
+        self.acquaintances.restore(tokens, table_of(checkpoint), monotonic_s())
         self._refresh()
 
     def join(self, members: Sequence[Member]) -> None:

@@ -118,7 +118,7 @@ class GossipPeer:
         terms = GossipTerms(contract, self.site, contract.run.name, contract.digest, data)
         self.exchange = Swapping(me, terms, self.line, endpoint.runtime, lineage, events.emit)
         if checkpoint is not None:
-            self.exchange.restore(self.tokens, checkpoint.meta.get("known", ()))
+            self.exchange.restore(self.tokens, checkpoint)
         self.address = self.ticket = ""  # the ticket is what `diloco peer --join` takes
         self.progress = Progress()
         self.spread: float | None = None  # found at the last swap, before it
