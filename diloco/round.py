@@ -103,7 +103,7 @@ def measure(line: Line, how: Measure, seconds: Seconds) -> PendingContribution:
         pieces = gradients(line.weights, fragment, line.codecs, anchor, local, target)
         parts = line.encode(fragment.parts, pieces)
     trained = line.trained
-    weight = line.weighing.weight(trained.tokens, how.staleness)
+    weight = line.weighing.weight(trained.tokens, how.staleness, line.turns.leaves_over(line.committed))
     contribution = Contribution(
         fragment.index, line.boot, line.state.version, weight, trained.tokens, trained.blocks, parts
     )

@@ -15,7 +15,7 @@ from diloco.protocol.claims import CLAIMED_ROUNDS, Bounds, why_malformed, why_no
 
 A, B, C, D, E = (Member(name, 1, f"{name}:1") for name in "abcde")
 WITNESS = Member("w", 1, "w:1", witness=True)
-BOUNDS = Bounds("contract", Turns(2), lease_blocks=4, same=8, max_tokens=100)
+BOUNDS = Bounds("contract", Turns(2), lease_blocks=4, whole=8, max_tokens=100)
 VIEW = (A, B, C, D, WITNESS)
 TRAINERS = [member.peer for member in VIEW if not member.witness]
 VOTERS = tuple(Voter(member.peer, 5, -1) for member in (A, B, C, WITNESS))
@@ -97,6 +97,10 @@ def test_a_contribution_claims_no_more_than_it_may(changes: dict[str, Any], reas
         (replace(BOUNDS, by_tokens=True), replace(CLAIM, weight=10), True),
         (replace(BOUNDS, by_tokens=True), replace(CLAIM, weight=8), False),
         (replace(BOUNDS, by_tokens=True), replace(CLAIM, tokens=0, weight=1), True),
+        (replace(BOUNDS, by_tokens=True, turns=Turns(2, total_tokens=1001)), replace(CLAIM, weight=10), True),
+        (replace(BOUNDS, by_tokens=True, turns=Turns(2, total_tokens=1000)), replace(CLAIM, weight=10), False),
+        (replace(BOUNDS, by_tokens=True, turns=Turns(2, total_tokens=1000)), replace(CLAIM, tokens=0), True),
+        (replace(BOUNDS, by_tokens=True, turns=Turns(1, total_tokens=1000)), replace(CLAIM, weight=10), True),
         (replace(BOUNDS, late_weigh_less=True), replace(CLAIM, weight=1), True),
         (replace(BOUNDS, late_weigh_less=True), replace(CLAIM, weight=0), False),
         (replace(BOUNDS, late_weigh_less=True), replace(CLAIM, weight=9), False),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,8 @@ from diloco.base.types import Counted, Member
 from diloco.config.contract import FINE, Contract, OuterSection
 from diloco.outer.line import Weighing
 from diloco.outer.optimizers import open_outer
+from diloco.simulate.virtual.plans.plan import FaultPlan
+from diloco.simulate.virtual.world import SimulatedWorld
 
 
 def weighing(policy: str = "async", **outer: object) -> Weighing:
@@ -73,6 +77,20 @@ def test_by_tokens_a_step_is_a_round_of_all() -> None:
     by_tokens = weighing(weighting="tokens")
     assert by_tokens.share(counted(a=60, b=15), view("a", "b")) == 75 / 120
     assert by_tokens.share(counted(a=6000), view("a", "b")) == 1.0  # it was alone for long: no more than a step
+
+
+@pytest.mark.parametrize("plan", [FaultPlan(policy="async"), FaultPlan(policy="quorum", speeds="1+0.4")])
+def test_the_final_sync_moves_by_all_that_is_left_in_a_fragment(plan: FaultPlan) -> None:
+    """Its tokens were committed with other fragments: they say nothing of it."""
+    world = SimulatedWorld(replace(plan, peers=2, fragments=2, weighting="tokens", total_tokens=60))
+    assert not world.run().violation
+    commits = world.invariants.commits
+    final = [one for one in commits.values() if one.moves and commits[one.previous].tokens >= 60]
+    assert sorted(one.fragment for one in final) == [0, 1]
+    for commit in final:
+        assert len(commit.counted) == 2
+        assert len({entry.weight for entry in commit.counted}) == 1
+        assert world.setup.weighing.share(commit.counted, commit.view) == 1.0
 
 
 def test_elsewhere_every_version_is_a_whole_step() -> None:

@@ -40,6 +40,11 @@ class Turns:
         """Whether what follows is the final sync, in which nobody trains. `tokens`: committed so far."""
         return tokens >= self.total_tokens
 
+    def leaves_over(self, tokens: int) -> bool:
+        """Whether what follows counts progress left over in the fragments, whose tokens others of them may have brought
+        in. `tokens`: committed so far."""
+        return self.fragments > 1 and self.is_final(tokens)
+
     def next(self, version: int, tokens: int) -> int:
         """The fragment that the version after this one moves. `tokens`: committed so far."""
         turn, place = divmod(version, self.fragments)

@@ -271,8 +271,8 @@ class OuterSection(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Outer steps of each fragment that only average, before the optimizer begins: helps runs from random weights."""
     weighting: Literal["uniform", "tokens"] = "uniform"
-    """A contribution's weight in the mean. `tokens` is the quantity times rate of Decoupled DiLoCo as well: the rate,
-    tokens of an inner step, is the contract's and so the same for all."""
+    """A contribution's weight in the mean. `tokens`: those trained since a version counted the peer last (Decoupled
+    DiLoCo's quantity times rate); in the final sync of several fragments all weigh the same."""
     averaging: Literal["mean", "radial"] = "mean"
     """`radial`: lengths and directions of the contributions are averaged apart, so that the length of the mean does not
     fall as peers get more (Decoupled DiLoCo)."""
@@ -476,9 +476,10 @@ class Contract(Section):
         return self.inner.sequences_per_step * self.max_steps_per_round
 
     @property
-    def same_weight(self) -> int:
-        """Weight of a contribution that is not late, where all weigh the same."""
-        return FINE if self.outer.staleness_power else 1
+    def whole_weight(self) -> int:
+        """Weight of a contribution with a round's inner steps that is not late."""
+        by_tokens = self.steps_per_round * self.tokens_per_step
+        return by_tokens if self.outer.weighting == "tokens" else FINE if self.outer.staleness_power else 1
 
     @property
     def lease_blocks(self) -> int:

@@ -43,7 +43,7 @@ class Weighing:
     """
 
     by_tokens: bool = False
-    """Contributions weigh as many as their tokens; else all weigh the same."""
+    """Contributions weigh as many as their tokens, but those of what is left over; else all weigh the same."""
     whole: int = 1
     """Weight of one with a round's inner steps that is not late."""
     staleness_power: float = 0.0
@@ -55,15 +55,15 @@ class Weighing:
     def of(contract: Contract) -> Weighing:
         """A contract's rule for the weight of contributions and the size of outer steps."""
         outer = contract.outer
-        by_tokens = outer.weighting == "tokens"
-        whole = contract.steps_per_round * contract.tokens_per_step if by_tokens else contract.same_weight
-        return Weighing(by_tokens, whole, outer.staleness_power, contract.partial == "share")
+        by_tokens, shares = outer.weighting == "tokens", contract.partial == "share"
+        return Weighing(by_tokens, contract.whole_weight, outer.staleness_power, shares)
 
-    def weight(self, tokens: int, staleness: float) -> int:
+    def weight(self, tokens: int, staleness: float, left_over: bool = False) -> int:
         """Weight in the mean of a contribution of so many tokens. `staleness`: versions that closed while it was made,
-        over the trainers: one that is not slower than the others has at most about 1."""
+        over the trainers: one that is not slower than the others has at most about 1. `left_over`: the tokens say
+        nothing of its progress (`Turns.leaves_over`), so that it weighs as a round's."""
         late: float = max(staleness, 1.0) ** -self.staleness_power
-        return max(round((tokens if self.by_tokens else self.whole) * late), 1)
+        return max(round((tokens if self.by_tokens and not left_over else self.whole) * late), 1)
 
     def share(self, counted: Sequence[Counted], view: Sequence[Member]) -> float:
         """Share of an outer step that a version makes: the weights that it counts over the whole weight of all
@@ -164,7 +164,12 @@ class Line:
     @property
     def due(self) -> Fragment:
         """The fragment that the line's next outer step moves. Rank 0."""
-        return self.layout.fragments[self.turns.next(self.state.version, self.commit.tokens if self.commit else 0)]
+        return self.layout.fragments[self.turns.next(self.state.version, self.committed)]
+
+    @property
+    def committed(self) -> int:
+        """Tokens that all peers committed. Rank 0."""
+        return self.commit.tokens if self.commit else 0
 
     @property
     def trainers(self) -> int:

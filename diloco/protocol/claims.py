@@ -32,9 +32,9 @@ class Bounds:
     lease_blocks: int
     """Data blocks that every trainer holds at least after a commit."""
     by_tokens: bool = False
-    """Contributions weigh as many as their tokens; else all weigh the same."""
-    same: int = 1
-    """Weight of one that is not late, where all weigh the same."""
+    """Contributions weigh as many as their tokens, but those of what is left over; else all weigh the same."""
+    whole: int = 1
+    """Weight of one that is not late, where tokens do not decide."""
     late_weigh_less: bool = False
     max_tokens: int = 2**53
     """Most tokens of one contribution."""
@@ -45,7 +45,7 @@ class Bounds:
         rounds = CLAIMED_ROUNDS * contract.max_steps_per_round * contract.tokens_per_step
         most = max(rounds, contract.run.total_tokens) if contract.model.kind == "external" else rounds
         outer = contract.outer
-        weights = outer.weighting == "tokens", contract.same_weight, outer.staleness_power > 0
+        weights = outer.weighting == "tokens", contract.whole_weight, outer.staleness_power > 0
         return Bounds(contract.digest, Turns.of(contract), contract.lease_blocks, *weights, most)
 
 
@@ -61,13 +61,15 @@ def why_not_counted(claim: Counted, before: Commit, bounds: Bounds) -> str:
         return f"{claim.peer} claims {claim.blocks} data blocks, and its lease has {leases.count(held)}"
     if claim.base_version != before.version:
         return f"{claim.peer} measured on version {claim.base_version}, and not on {before.version}"
-    return _why_not_so_much(claim, bounds)
+    return _why_not_so_much(claim, before.tokens, bounds)
 
 
-def _why_not_so_much(claim: Counted, bounds: Bounds) -> str:
+def _why_not_so_much(claim: Counted, before_tokens: int, bounds: Bounds) -> str:
+    """Reason why no contribution has these numbers after a commit with `before_tokens`."""
     if claim.tokens > bounds.max_tokens:
         return f"{claim.peer} claims {claim.tokens:,} tokens, and a contribution has {bounds.max_tokens:,} at most"
-    most = max(claim.tokens if bounds.by_tokens else bounds.same, 1)
+    by_tokens = bounds.by_tokens and not bounds.turns.leaves_over(before_tokens)
+    most = max(claim.tokens if by_tokens else bounds.whole, 1)
     least = 1 if bounds.late_weigh_less else most
     if not least <= claim.weight <= most:
         return f"{claim.peer} claims weight {claim.weight:,}, and {claim.tokens:,} tokens weigh {least:,} to {most:,}"
@@ -112,7 +114,7 @@ def _why_no_version(commit: Commit, bounds: Bounds) -> str:
         return "it counts a contribution that was measured on another version than the one before"
     if any(entry.peer not in counted or entry.start >= entry.stop for entry in commit.omitted):
         return "it omits parts of a contribution that it does not count"
-    return next(filter(None, (_why_not_so_much(entry, bounds) for entry in commit.counted)), "")
+    return next(filter(None, (_why_not_so_much(entry, tokens, bounds) for entry in commit.counted)), "")
 
 
 def _why_no_mean(commit: Commit) -> str:
