@@ -76,7 +76,8 @@ def test_a_witness_trains_nothing_and_who_has_left_has_trained() -> None:
 def test_by_tokens_a_step_is_a_round_of_all() -> None:
     by_tokens = weighing(weighting="tokens")
     assert by_tokens.share(counted(a=60, b=15), view("a", "b")) == 75 / 120
-    assert by_tokens.share(counted(a=6000), view("a", "b")) == 1.0  # it was alone for long: no more than a step
+    assert by_tokens.share(counted(a=240), view("a", "b", "c", "d")) == 0.25  # a round stretched to four times as many
+    assert by_tokens.share(counted(a=600, b=15), view("a", "b", "c")) == 2 / 3
 
 
 @pytest.mark.parametrize("plan", [FaultPlan(policy="async"), FaultPlan(policy="quorum", speeds="1+0.4")])

@@ -67,11 +67,14 @@ class Weighing:
 
     def share(self, counted: Sequence[Counted], view: Sequence[Member]) -> float:
         """Share of an outer step that a version makes: the weights that it counts over the whole weight of all
-        trainers, those in the `view` and those that it counts. 1 at most, and always 1 where `shares` is off."""
+        trainers, those in the `view` and those that it counts. Always 1 where `shares` is off.
+
+        At most their share of the trainers: who trained longer than a round also went further, which the mean has."""
         if not self.shares:
             return 1.0
         trainers = {member.peer for member in view if not member.witness} | {entry.peer for entry in counted}
-        return min(sum(entry.weight for entry in counted) / (len(trainers) * self.whole), 1.0)
+        by_weight = sum(entry.weight for entry in counted) / (len(trainers) * self.whole)
+        return min(by_weight, len(counted) / len(trainers))
 
 
 @dataclass
