@@ -23,7 +23,7 @@ NO_POWER = (Fault(6.0, "power", "p1"), Fault(6.3, "restart", "p1", how="disk"))
 BLANK = (Fault(6.0, "power", "p1"), Fault(6.3, "restart", "p1", how="blank"))
 AWAY = (Fault(3.0, "cut", "p1", 5.0, "both, reset"),)
 ALL_DIE = (Fault(9.0, "blackout", "*"), Fault(9.5, "resume", "p0"))
-FOUNDED_TWICE = (Fault(5.0, "blackout", "*"), Fault(5.5, "resume", "p0"))
+FOUNDED_TWICE = (Fault(1.0, "blackout", "*"), Fault(5.5, "resume", "p0"))
 HALVES = (Fault(3.0, "cut", "p0", 6.0, "both"),)
 DUEL = (Fault(2.0, "duel", "", 16.0),)
 SHOWN: dict[str, tuple[str, FaultPlan]] = {
