@@ -580,6 +580,22 @@ def test_what_does_not_apply_is_refused(section: str, values: dict[str, Any], co
         contract(**{"inner": {"steps": 2}, section: {"steps": 2, **values} if section == "inner" else values})
 
 
+def test_hearsay_of_all_peers_neither_ends_a_run_nor_hides_what_they_trained() -> None:
+    """Whoever says of each that it has trained much would raise the median with them, which bounds what each counts."""
+    table = Acquaintances(Member("a", 1, "a:1"), 1000)
+    table.progress = Progress(tokens=20_000)
+    honest = [Acquaintance(Member(name, 1, f"{name}:1"), 1, Progress(tokens=20_000)) for name in "bcde"]
+    for word in honest:
+        table.hear([word], 0.0)
+    liar = Acquaintance(Member("liar", 1, "liar:1"), 1, Progress())
+    for beat, tokens, counted in ((2, 2**60, 160_000), (3, 0, 80_000), (4, 30_000, 120_000)):
+        said = [replace(word, beat=beat, progress=Progress(tokens=tokens)) for word in honest]
+        table.hear([replace(liar, beat=beat), *said], 1.0)
+        assert table.tokens(1.0) == counted
+    table.hear([replace(honest[0], beat=5, progress=Progress(tokens=50_000))], 2.0)
+    assert table.tokens(2.0) == 140_000
+
+
 @pytest.mark.parametrize(
     "table",
     [{}, [5], [["p1", 1, "a:1", 5]], [["p1", 1, "a:1", -5, 0]], [["p1", 1, "a:1", 2**63, 0]], [[]] * 9999],

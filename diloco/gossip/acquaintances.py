@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median_low
 from typing import Any
 
@@ -38,6 +38,8 @@ with swaps, and a large model's may take hours."""
 MAX_FASTER = 16
 """A peer counts for at most so many times the tokens of this one, or of the median peer. Nobody can check what another
 trained, and one that lies would end the run alone. Peers are alike within that, or the run goes on for longer."""
+MAX_AHEAD = 2
+"""The same of what others say of a peer: one that lies would say it of all. Its own next word counts whole."""
 
 
 Row = tuple[str, int, str, int, int]
@@ -57,6 +59,8 @@ class _Known:
     """When it last failed to answer."""
     vouched: int | None = None
     """Tokens of this peer by the member whose weights this one took. None: that said nothing of it."""
+    own_tokens: int = field(default=0, init=False)
+    """Tokens of this life by its own latest word."""
     earlier_tokens: int = 0
     """Tokens of its earlier lives, as they counted when this life took their place."""
     before: _Known | None = None
@@ -64,14 +68,20 @@ class _Known:
     greeted_at_s: float = -math.inf
     """When a greeting of it was last answered."""
 
+    def __post_init__(self) -> None:
+        self.own_tokens = self.word.progress.tokens if self.own else 0
+
     @property
     def sure(self) -> bool:
         """Whether more than hearsay says that there is such a peer."""
         return self.answered or self.vouched is not None
 
     def counted(self, most: int) -> int:
-        """Tokens of all lives of this peer that count, where `most` do beside those that were vouched for."""
-        word = self.word if self.sure else replace(self.word, progress=Progress())
+        """Tokens of all lives of this peer that count, where `most` do beside those that were vouched for; by hearsay
+        since its own word no more than `MAX_AHEAD` of what others like it have."""
+        heard = min(self.word.progress.tokens, most * MAX_AHEAD // MAX_FASTER + (self.vouched or 0))
+        said = self.word.progress.tokens if self.own else max(self.own_tokens, heard)
+        word = replace(self.word, progress=Progress(tokens=said if self.sure else 0))
         return min(_tokens(word, self.earlier_tokens), most + (self.vouched or 0))
 
 
@@ -177,6 +187,7 @@ class Acquaintances:
             if known.answered and not own:  # hearsay moves nobody to another address
                 word = replace(word, member=known.word.member)
             known.word, known.own, known.answered = word, own, own or known.answered
+            known.own_tokens = word.progress.tokens if own else known.own_tokens
             known.said_at_s = max(known.said_at_s, said_at_s)
 
     def _next_life(self, word: Acquaintance, known: _Known, said_at_s: float, own: bool, now_s: float) -> _Known:
@@ -271,7 +282,7 @@ class Acquaintances:
         """Tokens for which a peer counts at most, beside those that were vouched for (`MAX_FASTER`)."""
         others = [one for one in self._known.values() if one.answered and self._lives(one, now_s)]
         mine = self.progress.tokens
-        median = median_low([mine, *(one.word.progress.tokens for one in others)])
+        median = median_low([mine, *(one.own_tokens for one in others)])  # hearsay of all is one peer's word
         return MAX_FASTER * max(mine, median, self._round_tokens)
 
     def _lives(self, entry: _Known, now_s: float) -> bool:
