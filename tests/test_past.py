@@ -17,7 +17,7 @@ from diloco.run.export import ABOUT, export
 from diloco.run.past import PastRun, checkpoint_at, past_of
 from diloco.storage.checkpoint import load
 from tests.lines import adopt_state
-from tests.paper import PaperRun, contract
+from tests.paper import PaperPeer, PaperRun, contract
 
 FOLDER = Path("a")
 
@@ -81,14 +81,20 @@ def test_a_checkpoint_of_a_history_that_was_left_is_passed_over(tmp_path: Path) 
     assert json.loads(about.read_text())["version"] == 1
 
 
-def test_a_checkpoint_of_a_void_lineage_is_passed_over(tmp_path: Path) -> None:
-    """Where a peer that was apart copied the state of the lineage that went on, which has more versions, too."""
-    run = PaperRun(tmp_path, "ab", record=False)
+def parted(root: Path) -> tuple[PaperRun, PaperPeer, PaperPeer]:
+    """Two peers after a version that the first has saved. That is in a lineage apart from then on."""
+    run = PaperRun(root, "ab", record=False)
     a, b = run.peers["a"], run.peers["b"]
     run.round()
     a.save()
     assert a.line.commit is not None
     a.line.commit = replace(a.line.commit, lineage="apart")
+    return run, a, b
+
+
+def test_a_checkpoint_of_a_void_lineage_is_passed_over(tmp_path: Path) -> None:
+    """Where a peer that was apart copied the state of the lineage that went on, which has more versions, too."""
+    run, a, b = parted(tmp_path)
     run.apply(run.close(a, run.offer([a])), [a])
     a.save()
     for _ in range(2):
@@ -105,12 +111,7 @@ def test_a_checkpoint_of_a_void_lineage_is_passed_over_in_a_copy_and_after_a_gap
 ) -> None:
     """A folder that was copied without its times has later checkpoints than its ledger, it seems; and where a full disk
     refused records, nobody knows all commits on which the peer stood. Those that are unknown must be of its lineage."""
-    run = PaperRun(tmp_path, "ab", record=False)
-    a, b = run.peers["a"], run.peers["b"]
-    run.round()
-    a.save()
-    assert a.line.commit is not None
-    a.line.commit = replace(a.line.commit, lineage="apart")
+    run, a, b = parted(tmp_path)
     for _ in range(3):
         run.apply(run.close(a, run.offer([a])), [a])
     a.save()

@@ -190,6 +190,11 @@ class StorageSection(Section):
     record_versions: Annotated[int, Field(ge=0)] = 0
     """Versions whose payloads are kept; 0: all."""
 
+    @property
+    def keeps_votes(self) -> bool:
+        """Whether votes and means are on the disk: the log leads on from checkpoints."""
+        return self.log and self.checkpoint_every > 0
+
 
 class SiteDataSection(Section):
     """Place of the training data on this machine."""

@@ -244,8 +244,7 @@ class PeerRank:
 
     def log(self, folder: Path | None, warn: Callable[[str], None]) -> DiskLog | None:
         """This rank's log below the folder of its peer, where checkpoints are, too; `warn` gets sentences."""
-        storage = self.site.storage
-        if folder is None or not (storage.log and storage.checkpoint_every):
+        if folder is None or not self.site.storage.keeps_votes:
             return None
         return DiskLog(folder.resolve(), self.island.rank, new_incarnation(), warn)
 

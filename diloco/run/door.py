@@ -379,8 +379,7 @@ def lead(entrance: Entrance, rank: PeerRank, parts: Parts, closing: ExitStack) -
         life = GossipLife(GossipPeer(*about), entrance.stop)
     else:
         restart = None if entrance.named else Restart.of(folder, entrance.checkpoint, entrance.joins)
-        storage = rank.site.storage
-        if folder is not None and not (storage.log and storage.checkpoint_every):  # this life's votes are on no disk
+        if folder is not None and not rank.site.storage.keeps_votes:  # what an earlier life has said is over
             (folder / VOTES).unlink(missing_ok=True)
             restart = None
         life = PeerLife(Peer(*about, restart), entrance.stop)
